@@ -1,0 +1,280 @@
+"""The models that are measured: random weights, nothing downloaded, small enough for two CPU cores.
+
+`build("gpt2", layers=6)` gives a `Workload` whose `model(*args)` returns the scalar loss. A further model is one
+more function in `BUILDERS`; its keyword arguments are what callers may override.
+
+The loss of a transformers model is computed here and not by its `labels=` argument, which breaks the graph.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.chargpt import CharGPT
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model in training mode and arguments with which `model(*args)` is its scalar loss."""
+
+    model: nn.Module
+    args: tuple[Tensor, ...]
+    note: str
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a step draws random numbers, so that eager and compiled steps differ by nature."""
+        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules())
+
+
+class NextTokenLoss(nn.Module):
+    """Cross entropy of a causal language model; token t predicts token t + 1."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class TokenLoss(nn.Module):
+    """Cross entropy of a masked language model, one target per token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+
+
+class ClassLoss(nn.Module):
+    """Cross entropy of a classifier that returns logits, or a transformers output that holds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        output = self.model(inputs)
+        return F.cross_entropy(output if isinstance(output, Tensor) else output.logits, targets)
+
+
+def mlp(*, layers: int = 40, width: int = 256, batch: int = 1024, classes: int = 10) -> Workload:
+    chain = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
+    model = ClassLoss(nn.Sequential(*chain, nn.Linear(width, classes)))
+    args = (torch.randn(batch, width), torch.randint(classes, (batch,)))
+    return Workload(model, args, f"{layers} x (Linear {width} + GELU), batch {batch}")
+
+
+def chargpt(
+    *,
+    layers: int = 2,
+    width: int = 128,
+    heads: int = 4,
+    context: int = 128,
+    vocabulary: int = 100,
+    batch: int = 16,
+    dropout: float = 0.0,
+    attention: str = "sdpa",
+    tied: bool = True,
+) -> Workload:
+    model = CharGPT(vocabulary, context, layers, width, heads, dropout=dropout, attention=attention, tied=tied)
+    tokens = torch.randint(vocabulary, (batch, context + 1))
+    args = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return Workload(model, args, f"{layers} layers, width {width}, {context} characters, batch {batch}")
+
+
+def gpt2(
+    *,
+    layers: int = 2,
+    width: int = 256,
+    heads: int = 4,
+    sequence: int = 256,
+    vocabulary: int = 2048,
+    batch: int = 4,
+    dropout: float = 0.0,
+    attention: str = "sdpa",
+) -> Workload:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=sequence,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        attn_implementation=attention,
+    )
+    note = f"{layers} layers, width {width}, {sequence} tokens, batch {batch}, {attention} attention"
+    return Workload(NextTokenLoss(GPT2LMHeadModel(config)), (_tokens(vocabulary, batch, sequence),), note)
+
+
+def llama(
+    *,
+    layers: int = 2,
+    width: int = 256,
+    hidden: int = 704,
+    heads: int = 8,
+    key_value_heads: int = 2,
+    sequence: int = 256,
+    vocabulary: int = 2048,
+    batch: int = 4,
+    attention: str = "sdpa",
+) -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=sequence,
+        use_cache=False,
+        attn_implementation=attention,
+    )
+    note = f"{layers} layers, width {width}, {sequence} tokens, batch {batch}, {attention} attention"
+    return Workload(NextTokenLoss(LlamaForCausalLM(config)), (_tokens(vocabulary, batch, sequence),), note)
+
+
+def bert(
+    *,
+    layers: int = 2,
+    width: int = 256,
+    heads: int = 4,
+    sequence: int = 128,
+    vocabulary: int = 2048,
+    batch: int = 8,
+    dropout: float = 0.1,
+    attention: str = "sdpa",
+) -> Workload:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=sequence,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        attn_implementation=attention,
+    )
+    args = (_tokens(vocabulary, batch, sequence), _tokens(vocabulary, batch, sequence))
+    note = f"{layers} layers, width {width}, {sequence} tokens, batch {batch}, dropout {dropout}"
+    return Workload(TokenLoss(BertForMaskedLM(config)), args, note)
+
+
+def vit(
+    *,
+    layers: int = 2,
+    width: int = 192,
+    heads: int = 3,
+    pixels: int = 64,
+    patch: int = 8,
+    batch: int = 8,
+    classes: int = 10,
+    dropout: float = 0.0,
+    attention: str = "sdpa",
+) -> Workload:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        image_size=pixels,
+        patch_size=patch,
+        num_labels=classes,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        attn_implementation=attention,
+    )
+    args = (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,)))
+    note = f"{layers} layers, width {width}, {pixels} px, batch {batch}"
+    return Workload(ClassLoss(ViTForImageClassification(config)), args, note)
+
+
+def resnet(
+    *,
+    layers: int = 1,
+    width: int = 64,
+    block: str = "bottleneck",
+    pixels: int = 64,
+    batch: int = 16,
+    classes: int = 10,
+) -> Workload:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    expansion = 4 if block == "bottleneck" else 1
+    config = ResNetConfig(
+        depths=[layers] * 4,
+        embedding_size=width,
+        hidden_sizes=[width * expansion * 2**stage for stage in range(4)],
+        layer_type=block,
+        num_labels=classes,
+    )
+    args = (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,)))
+    note = f"4 stages of {layers} {block} block(s), width {width}, {pixels} px, batch {batch}"
+    return Workload(ClassLoss(ResNetForImageClassification(config)), args, note)
+
+
+BUILDERS: dict[str, Callable[..., Workload]] = {
+    "mlp": mlp,
+    "chargpt": chargpt,
+    "gpt2": gpt2,
+    "llama": llama,
+    "bert": bert,
+    "vit": vit,
+    "resnet": resnet,
+}
+
+
+def build(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> Workload:
+    """The named workload with weights and inputs drawn from `seed`; `overrides` are its builder's arguments."""
+    if name not in BUILDERS:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}")
+    accepted = inspect.signature(BUILDERS[name]).parameters
+    if unknown := sorted(set(overrides) - set(accepted)):
+        raise ValueError(f"{name} has no {', '.join(unknown)}; it accepts {', '.join(accepted)}")
+    torch.manual_seed(seed)
+    workload = BUILDERS[name](**overrides)
+    model = workload.model.train().to(device)
+    return Workload(model, tuple(argument.to(device) for argument in workload.args), workload.note)
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Read `gpt2:layers=6:attention=eager` into a name and overrides of the types that the builder has."""
+    name, *assignments = spec.split(":")
+    if name not in BUILDERS:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}")
+    defaults = {key: parameter.default for key, parameter in inspect.signature(BUILDERS[name]).parameters.items()}
+    overrides = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or key not in defaults:
+            raise ValueError(f"cannot read {assignment!r} in {spec!r}; {name} accepts {', '.join(defaults)}")
+        kind = type(defaults[key])
+        overrides[key] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
+    return name, overrides
+
+
+def _tokens(vocabulary: int, batch: int, sequence: int) -> Tensor:
+    return torch.randint(vocabulary, (batch, sequence))

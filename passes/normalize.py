@@ -1,0 +1,35 @@
+"""Bring the joint graph into the form that planning expects: a copy of its own, nothing dead, nothing twice."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from torch import fx
+
+from remat import torch_internals
+from remat.joint import JointGraph
+from remat.settings import Settings
+
+
+def copy_graph(joint: JointGraph, settings: Settings) -> JointGraph:
+    """Copy the graph, not its tensors, so that the fallback finds the original untouched.
+
+    Deep-copying the module fails where constants were lifted (T5, Whisper); its graph can always be copied.
+    """
+    module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
+    module.meta = dict(joint.module.meta)
+    return replace(joint, module=module)
+
+
+def dead_code(joint: JointGraph, settings: Settings) -> JointGraph:
+    """Drop what nothing uses. A draw whose result is unused goes too, as under Inductor."""
+    joint.module.graph.eliminate_dead_code()
+    return replace(joint)
+
+
+def common_subexpressions(joint: JointGraph, settings: Settings) -> JointGraph:
+    """Merge equal computations by torch's own pass, which leaves random draws and writes alone."""
+    module = fx.GraphModule(joint.module, torch_internals.fx_graph_cse(joint.module.graph))
+    module.meta = dict(joint.module.meta)
+    return replace(joint, module=module)

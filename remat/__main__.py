@@ -1,0 +1,5 @@
+"""`python -m remat`."""
+
+from remat.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""The entry point: `torch.compile(model, backend="remat")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import fx
+
+from remat import session, settings, torch_internals
+from remat.check import Check, make_check
+from remat.eager import compile_op_by_op
+from remat.errors import SettingError
+from remat.partitioner import Partitioner
+from remat.settings import Settings
+
+
+def remat(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compile a Dynamo graph with Inductor, its forward/backward partition decided by remat.
+
+    `options` may hold remat's settings (`python -m remat flags`) and Inductor's own; `mode` is Inductor's.
+    Raises SettingError for an unknown key or a value that is not allowed, and under `strict` whatever stopped
+    the partitioner.
+    """
+    resolved, rest = settings.resolve(options, passthrough=torch_internals.inductor_options())
+    if mode is not None and mode not in torch_internals.known_modes():
+        raise SettingError(f"mode={mode!r} is not allowed: one of {', '.join(torch_internals.known_modes())}")
+    patches = torch_internals.inductor_patches(mode, rest)
+    patches["custom_partitioner_fn"] = Partitioner(resolved)
+    graph = session.graph_hash(gm, example_inputs, (resolved.cache_key(), sorted(map(repr, patches.items()))))
+    with session.compiling(graph, resolved) as compilation, ExitStack() as stack:
+        bypass = resolved.inner == "eager" or resolved.check or resolved.dump is not None
+        if bypass:
+            # These must see the partitioner run, or make code that no cache can hold.
+            patches["fx_graph_cache"] = False
+            stack.enter_context(torch_internals.without_compile_caches())
+        check = make_check(compilation)
+        compiled = torch_internals.compile_with_inductor(
+            gm, example_inputs, patches, lambda inner: _inner_compiler(inner, resolved, check, patches)
+        )
+        if not bypass:
+            _keep_summaries(compilation)
+    return compiled
+
+
+def _keep_summaries(compilation: session.Session) -> None:
+    """Write down what was planned; on a warm cache, where nothing was, show what an earlier process planned."""
+    if compilation.summaries:
+        session.remember(compilation)
+        return
+    for summary in session.recall(compilation):
+        session.record(summary, compilation.settings)
+
+
+def _inner_compiler(
+    inner: Callable[..., Any], resolved: Settings, check: Check | None, patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """What compiles each of the two graphs: Inductor or the op-by-op executor, watched by the check if there is one."""
+
+    def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
+        if resolved.inner == "eager":
+            return compile_op_by_op(module)
+        return inner(module, example_inputs, **keywords)
+
+    if check is None:
+        return compile_graph
+
+    def compile_watched(module: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
+        compiled = compile_graph(module, example_inputs, **keywords)
+        if keywords.get("is_inference"):
+            return compiled
+        if keywords.get("is_backward"):
+            return check.wrap_backward(
+                module,
+                compiled,
+                lambda joint: torch_internals.compile_joint_graph(compile_graph, joint, patches),
+            )
+        return check.wrap_forward(compiled)
+
+    return compile_watched

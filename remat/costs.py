@@ -1,0 +1,232 @@
+"""What saving and recomputing cost: bytes by storage, seconds by a roofline.
+
+Seconds of one node: the largest of its FLOPs over the device's rate, the bytes it moves over the bandwidth, and
+its pointwise results over their rate, plus a launch (Williams et al., "Roofline", CACM 2009). What a node moves
+depends on who runs the graph: op by op it reads its arguments and writes its result; under Inductor a pointwise
+node lives inside the kernel of its consumer and moves nothing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from remat import ops, torch_internals
+from remat.devices import Device
+from remat.joint import JointGraph
+from remat.ops import Kind
+from remat.settings import Settings
+
+# For sizes that nobody knows at compile time (data-dependent): the value torch's partitioner takes.
+UNKNOWN_SIZE: Final = 4096
+FEMTOSECONDS: Final = 10**15
+MIB: Final = 2**20
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a node's value: one, or those in its tuple."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [item for item in value if isinstance(item, torch.Tensor)]
+    return []
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """Number of elements; symbolic sizes by their hint."""
+    return torch_internals.size_hint(tensor.numel(), UNKNOWN_SIZE)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in a node's value, as if each owned its memory."""
+    return sum(elements(tensor) * tensor.dtype.itemsize for tensor in tensors_of(value))
+
+
+def owned_bytes(node: fx.Node) -> int:
+    """Bytes of memory that exist because this node ran: 0 for views, inputs, constants, items and sizes."""
+    if ops.is_item(node) or ops.kind(node) in (Kind.INPUT, Kind.CONSTANT, Kind.VIEW, Kind.SYMBOLIC):
+        return 0
+    return 0 if ops.is_mutating(node) else tensor_bytes(node.meta.get("val"))
+
+
+def saved_bytes(node: fx.Node) -> int:
+    """Bytes that saving this node keeps: its tensor's, unless the memory is an input's or a constant's."""
+    base = ops.view_base(node)
+    return 0 if ops.kind(base) in (Kind.INPUT, Kind.CONSTANT, Kind.SYMBOLIC) else tensor_bytes(base.meta.get("val"))
+
+
+def _cpu_flash_flops(query: Any, key: Any, *_: Any, **__: Any) -> int:
+    # torch's counter gives the CPU flash operator 0: two products of n x m x d, 2 FLOPs each.
+    batch, heads, rows, depth = query
+    return 4 * batch * heads * rows * key[2] * depth
+
+
+_EXTRA_FLOPS: Final[dict[Any, Callable[..., int]]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, *_, **__: _cpu_flash_flops(query, key) * 5 // 2
+    ),
+}
+
+
+def flops(node: fx.Node) -> int:
+    """FLOPs of one node by torch's counter, plus the CPU attention that it does not know; 0 for the rest."""
+    packet = getattr(node.target, "overloadpacket", None)
+    shape = torch.utils._pytree.tree_map(_sizes, (node.args, node.kwargs))
+    if packet in _EXTRA_FLOPS:
+        return _EXTRA_FLOPS[packet](*shape[0], **shape[1])
+    if packet not in flop_registry:
+        return 0
+    values = torch.utils._pytree.tree_map(_hinted, (node.args, node.kwargs))
+    return int(flop_registry[packet](*values[0], **values[1], out_val=_hinted(node)))
+
+
+def _sizes(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        tensor = value.meta.get("val")
+        if isinstance(tensor, torch.Tensor):
+            return [torch_internals.size_hint(size, UNKNOWN_SIZE) for size in tensor.shape]
+    return value
+
+
+def _hinted(value: Any) -> Any:
+    """A node's value with concrete sizes, on the meta device: the counter must not see symbols."""
+    if not isinstance(value, fx.Node):
+        return value
+    result = value.meta.get("val")
+    if isinstance(result, torch.Tensor):
+        return torch.empty(_sizes(value), dtype=result.dtype, device="meta")
+    if isinstance(result, list | tuple):
+        return type(result)(
+            torch.empty([torch_internals.size_hint(s, UNKNOWN_SIZE) for s in item.shape], device="meta")
+            if isinstance(item, torch.Tensor)
+            else item
+            for item in result
+        )
+    if torch_internals.is_sym_node(value):
+        return torch_internals.size_hint(result, UNKNOWN_SIZE)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Prices of the nodes of one joint graph, on one device, for one way of running it."""
+
+    joint: JointGraph
+    device: Device
+    settings: Settings
+
+    @property
+    def fused(self) -> bool:
+        """Whether Inductor runs the graphs, so that pointwise chains cost no traffic."""
+        return self.settings.inner == "inductor"
+
+    @cached_property
+    def launch_seconds(self) -> float:
+        """What one more kernel costs."""
+        given = self.settings.launch_overhead
+        return self.device.launch_seconds if given is None else given * 1e-6
+
+    def move_seconds(self, count_bytes: int) -> float:
+        """Reading or writing this many bytes once."""
+        return count_bytes / self.device.bytes_per_second
+
+    @cached_property
+    def flops(self) -> dict[fx.Node, int]:
+        """FLOPs of each operator of the joint graph that has any."""
+        counted = {n: flops(n) for n in self.joint.nodes if ops.kind(n) is Kind.CONTRACTION and not ops.is_item(n)}
+        return {node: count for node, count in counted.items() if count}
+
+    def run_seconds(self, node: fx.Node) -> float:
+        """Running this node once more in the backward; 0 for what Inductor or views make free."""
+        kind = ops.kind(node)
+        if ops.is_item(node) or kind in (Kind.INPUT, Kind.CONSTANT, Kind.VIEW, Kind.SYMBOLIC):
+            return 0.0
+        moved = self._moved_bytes(node, kind)
+        work = max(self.move_seconds(moved), self._arithmetic_seconds(node, kind))
+        return work + (self.launch_seconds if self._adds_kernel(node, kind) else 0.0)
+
+    def _moved_bytes(self, node: fx.Node, kind: Kind) -> int:
+        result = tensor_bytes(node.meta.get("val"))
+        arguments = sum(tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes)
+        if not self.fused or kind in (Kind.CONTRACTION, Kind.EXTERN):
+            return result + arguments
+        if kind is Kind.REDUCTION:
+            return result + max((tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes), default=0)
+        return 2 * result if self.materialized_in_backward(node) else 0
+
+    def _arithmetic_seconds(self, node: fx.Node, kind: Kind) -> float:
+        if kind is Kind.CONTRACTION:
+            itemsize = max((t.dtype.itemsize for t in tensors_of(node.meta.get("val"))), default=4)
+            return self.flops.get(node, 0) / self.device.flops_per_second(itemsize)
+        count = sum(elements(tensor) for tensor in tensors_of(node.meta.get("val")))
+        if kind is Kind.REDUCTION:
+            read = [elements(t) for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))]
+            count = max([count, *read])
+        transcendental = ops.is_transcendental(node)
+        rate = self.device.transcendental_per_second if transcendental else self.device.simple_per_second
+        return count / rate
+
+    def _adds_kernel(self, node: fx.Node, kind: Kind) -> bool:
+        if not self.fused or kind in (Kind.CONTRACTION, Kind.EXTERN, Kind.REDUCTION):
+            return True
+        return self.materialized_in_backward(node)
+
+    def materialized_in_backward(self, node: fx.Node) -> bool:
+        """Whether a recomputed value must be written out because a backward operator cannot fuse with it."""
+        return any(
+            user in self.joint.tangent_closure and not ops.is_fusible(node, user) for user in self.readers(node)
+        )
+
+    def written_in_forward(self, node: fx.Node) -> bool:
+        """Whether the forward writes this value to memory even if nobody saves it."""
+        base = ops.view_base(node)
+        if not self.fused or ops.kind(base) is not Kind.POINTWISE or base in self._forward_outputs:
+            return True
+        readers = [user for user in self.readers(base) if user in self.joint.required_forward]
+        return any(not ops.is_fusible(base, user) for user in readers)
+
+    @cached_property
+    def _forward_outputs(self) -> frozenset[fx.Node]:
+        return frozenset(ops.view_base(node) for node in self.joint.forward_outputs)
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that read this value's memory, looking through views."""
+        found: list[fx.Node] = []
+        pending, seen = [node], {node}
+        while pending:
+            for user in pending.pop().users:
+                if user in seen or user.op == "output":
+                    continue
+                seen.add(user)
+                (pending if ops.is_view(user) else found).append(user)
+        return found
+
+    # --- the two prices of the cut, in femtoseconds: integers, so that ties are ties -------------------------
+
+    def save_price(self, node: fx.Node) -> int:
+        """Price of saving: a write if the forward would not write it anyway, and a read in the backward."""
+        count_bytes = saved_bytes(node)
+        traffic = self.move_seconds(tensor_bytes(node.meta.get("val")))
+        if count_bytes and not self.written_in_forward(node):
+            traffic *= 2
+        kept = self.settings.memory_price * 1e-6 * count_bytes / MIB
+        return round((self.settings.memory_weight * traffic + kept) * FEMTOSECONDS)
+
+    def recompute_price(self, node: fx.Node) -> int:
+        """Price of running the node again in the backward, weighted as the settings say.
+
+        A value that only the backward uses is computed once either way, so its price is 0.
+        """
+        if node not in self.joint.required_forward:
+            return 0
+        weight = self.settings.recompute_weight
+        if ops.kind(node) is Kind.CONTRACTION:
+            weight *= self.settings.contraction_weight
+        return round(weight * self.run_seconds(node) * FEMTOSECONDS)

@@ -1,0 +1,54 @@
+"""Figures of devices for the roofline: what a second buys there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of one device, as sustained figures.
+
+    contraction_flops: multiply-adds counted as two, per second, for matmul-like operators, by width of the
+        element in bytes (4: fp32/tf32, 2: fp16/bf16, 1: fp8/int8).
+    bytes_per_second: memory bandwidth.
+    simple_per_second, transcendental_per_second: pointwise results per second when they are not bound by memory.
+    launch_seconds: what one more kernel costs.
+    """
+
+    name: str
+    contraction_flops: tuple[tuple[int, float], ...]
+    bytes_per_second: float
+    simple_per_second: float
+    transcendental_per_second: float
+    launch_seconds: float
+
+    def flops_per_second(self, itemsize: int) -> float:
+        """Rate for elements of this many bytes; wider ones run at half the rate for each doubling."""
+        rates = dict(self.contraction_flops)
+        return rates.get(itemsize, rates[4] * 4 / max(itemsize, 4))
+
+
+# One core of a 2020s server CPU under Inductor's C++ (AVX2/AVX-512), from timing torch 2.13 kernels on such
+# machines: a 1024x256x1024 fp32 matmul runs at 60-90 GFLOP/s, a fused copy moves 8-12 GB/s, tanh and exp give
+# 0.4-0.8 G results a second, an add 3-5 G; an eager operator costs 2-5 us, a fused loop under 1 us.
+CPU: Final = Device("cpu", ((4, 7e10), (2, 7e10), (1, 7e10)), 1.0e10, 4e9, 6e8, 2e-6)
+
+# Public data sheets (dense, no sparsity), at the 70-80% that large kernels reach; transcendental: 16 results a
+# clock and SM.
+_H100 = Device("H100", ((4, 3.0e14), (2, 7.0e14), (1, 1.4e15)), 2.7e12, 2.5e13, 3.5e12, 2e-6)
+_H200 = Device("H200", ((4, 3.0e14), (2, 7.0e14), (1, 1.4e15)), 3.9e12, 2.5e13, 3.5e12, 2e-6)
+_A100 = Device("A100", ((4, 1.1e14), (2, 2.2e14), (1, 4.4e14)), 1.5e12, 7.5e12, 2.4e12, 3e-6)
+_L4 = Device("L4", ((4, 4e13), (2, 9e13), (1, 1.8e14)), 2.4e11, 1.2e13, 1.8e12, 3e-6)
+GPUS: Final = (_H200, _H100, _A100, _L4)
+
+
+def figures(device: torch.device) -> Device:
+    """Figures for a torch device; an unknown GPU is taken for an A100, whose ratios are typical."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        full_name = torch.cuda.get_device_name(device)
+        return next((gpu for gpu in GPUS if gpu.name in full_name), _A100)
+    return _A100 if device.type not in ("cpu", "meta") else CPU

@@ -1,0 +1,149 @@
+"""The simulator: bytes alive at every step of forward and backward, for a plan with its schedule.
+
+Views own nothing. Inputs, parameters and constants cost nothing: they were there before. All results of an
+operator are born with it. Forward outputs live to the end of the step, since the caller holds them; saved values
+to their last use in the backward; gradients to its end, since AOTAutograd returns them together; incoming
+gradients from the start of the backward to their last use.
+
+Fused (Inductor), a pointwise value whose readers can all compute it in their own kernels is never written: it
+takes no memory, and what it is computed from lives until those readers have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from remat import ops
+from remat.costs import owned_bytes, tensor_bytes
+from remat.joint import JointGraph
+from remat.ops import Kind
+from remat.plan import Plan
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes alive during each step; `names` holds the node run at each, forward first."""
+
+    alive_bytes: tuple[int, ...]
+    names: tuple[str, ...]
+    forward_steps: int
+    saved_bytes: int
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at any step."""
+        return max(self.alive_bytes, default=0)
+
+    @property
+    def peak_at(self) -> str:
+        """The node during which the peak is reached."""
+        return self.names[self.alive_bytes.index(self.peak_bytes)] if self.names else ""
+
+
+def simulate(plan: Plan, fused: bool) -> Timeline:
+    """Play a plan's forward and backward, under Inductor (`fused`) or op by op."""
+    joint = plan.joint
+    in_forward = plan.forward_set
+    forward = [node for node in joint.nodes if node in in_forward and node.op == "call_function"]
+    held = {ops.view_base(node) for node in joint.forward_outputs}
+    saved = {ops.view_base(node) for node in plan.saved}
+    gradients = {ops.view_base(node) for node in joint.backward_outputs}
+    first = _Pass(joint, forward, fused, before=(), forever=held | saved)
+    tangents = [node for node in joint.tangents if node.users]
+    second = _Pass(
+        joint, plan.backward, fused, before=[*sorted(saved, key=joint.index.__getitem__), *tangents],
+        forever=gradients,
+    )
+    held_only = sum(_storage_bytes(node) for node in held - saved)
+    alive = first.alive_bytes() + [count + held_only for count in second.alive_bytes()]
+    names = [node.name for node in (*forward, *plan.backward)]
+    return Timeline(tuple(alive), tuple(names), len(forward), sum(map(_storage_bytes, saved)))
+
+
+def _storage_bytes(node: fx.Node) -> int:
+    """Bytes of one storage: a plain node's result, or the one item of an operator with several."""
+    if ops.kind(node) in (Kind.CONSTANT, Kind.SYMBOLIC) or (node.op == "placeholder" and not _is_tangent(node)):
+        return 0
+    return tensor_bytes(node.meta.get("val"))
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return "tangents" in str(node.target)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One of the two graphs, in the order it runs."""
+
+    joint: JointGraph
+    order: Sequence[fx.Node]
+    fused: bool
+    before: Iterable[fx.Node]
+    forever: set[fx.Node]
+
+    def alive_bytes(self) -> list[int]:
+        """Bytes alive while each node runs: born at or before it, not yet past their last use."""
+        position = {node: step for step, node in enumerate(self.order)}
+        runs_at = self._kernel_steps(position)
+        last: dict[fx.Node, int] = {}
+        for node in self.order:
+            for argument in node.all_input_nodes:
+                base = ops.view_base(argument)
+                last[base] = max(last.get(base, -1), runs_at[node])
+        change = [0] * (len(self.order) + 1)
+        starting = 0
+        end = len(self.order) - 1
+        for node in self.before:
+            size = _storage_bytes(node)
+            starting += size
+            if node not in self.forever:
+                change[last.get(node, -1) + 1] -= size
+        for node, step in position.items():
+            for storage, size in self._born(node):
+                if runs_at.get(node) != step and storage not in self.forever:
+                    continue  # computed inside a later kernel, never written
+                change[step] += size
+                dies = end if storage in self.forever else max(last.get(storage, step), step)
+                change[dies + 1] -= size
+        alive, now = [], starting
+        for step in range(len(self.order)):
+            now += change[step]
+            alive.append(now)
+        return alive
+
+    def _born(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+        """Storages that running this node creates, with their bytes; a result nobody takes dies with the node."""
+        value = node.meta.get("val")
+        if not isinstance(value, list | tuple):
+            size = owned_bytes(node)
+            return [(node, size)] if size else []
+        if ops.is_view(node):
+            return []
+        taken = {user.args[1]: user for user in node.users if ops.is_item(user)}
+        return [
+            (taken.get(index, node), tensor_bytes(item))
+            for index, item in enumerate(value)
+            if isinstance(item, torch.Tensor)
+        ]
+
+    def _kernel_steps(self, position: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """The step at which each node's arguments are last read: its own, or its readers' if it is inlined there."""
+        steps = dict(position)
+        if not self.fused:
+            return steps
+        loops: set[fx.Node] = set()  # nodes that a pointwise producer can be inlined into
+        for node in reversed(self.order):
+            kind = ops.kind(node)
+            readers = [user for user in node.users if user in position]
+            kept = node in self.forever or ops.view_base(node) in self.forever
+            absorbed = bool(readers) and not kept and all(user in loops for user in readers)
+            if kind in (Kind.POINTWISE, Kind.REDUCTION) or (kind is Kind.VIEW and absorbed):
+                loops.add(node)
+            if absorbed and kind in (Kind.POINTWISE, Kind.VIEW, Kind.FACTORY):
+                steps[node] = max(steps[user] for user in readers)
+        return steps

@@ -1,0 +1,108 @@
+"""The partitioner that Inductor calls: joint graph in, forward and backward graph out."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat import network as flow
+from remat import passes, session, torch_internals
+from remat.costs import Costs
+from remat.devices import Device, figures
+from remat.joint import JointGraph
+from remat.plans import Candidate, Planner
+from remat.report import PlanSummary, summarize
+from remat.rules import make_rules
+from remat.settings import Settings
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Everything that was decided about one joint graph."""
+
+    joint: JointGraph
+    chosen: Candidate
+    reference: Candidate
+    network: flow.FlowNetwork
+    partition: passes.Partition
+    summary: PlanSummary
+
+
+def decide(joint: JointGraph, settings: Settings, graph: str = "") -> Decision:
+    """The whole pipeline: normalize, price, cut, plan, split, reorder, verify.
+
+    Raises UnsupportedGraph, UnsatisfiableCut or InvalidPlan; the graph given is left as it was.
+    """
+    started = time.thread_time()
+    joint = passes.prepare(joint, settings)
+    costs = Costs(joint, _device(joint), settings)
+    rules = make_rules(joint, settings)
+    chosen, reference, network = Planner(joint, costs, rules, settings).choose()
+    partition = passes.rewrite(chosen.plan, rules)
+    summary = summarize(graph, chosen, reference, costs, rules, time.thread_time() - started)
+    return Decision(joint, chosen, reference, network, partition, summary)
+
+
+def _device(joint: JointGraph) -> Device:
+    """The device of the graph: that of the first accelerator tensor, else the CPU."""
+    values = (node.meta.get("val") for node in joint.nodes)
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    return figures((accelerators or devices or [torch.device("cpu")])[0])
+
+
+@dataclass(frozen=True)
+class Partitioner(torch_internals.CustomPartitionerFn):
+    """remat as Inductor's `custom_partitioner_fn`. Plain values only: Inductor copies and pickles it."""
+
+    settings: Settings = Settings()
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
+        """Partition; what remat cannot handle goes to PyTorch's partitioner with one warning, unless strict."""
+        static = tuple(keywords.get("static_lifetime_input_indices") or ())
+        joint = JointGraph(gm, keywords["num_fwd_outputs"], static)
+        current = session.current()
+        graph = current.graph if current else "unnamed"
+        if current is not None and self.settings.check:
+            current.joint = passes.copy_graph(joint, self.settings).module
+            current.num_fwd_outputs = joint.num_fwd_outputs
+        try:
+            decision = decide(joint, self.settings, graph)
+        except Exception as error:  # noqa: BLE001  whatever goes wrong in ours, the user's training goes on
+            if self.settings.strict:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            session.record(PlanSummary(graph, "fallback", reason=reason), self.settings)
+            copy = passes.copy_graph(joint, self.settings).module
+            return torch_internals.partition_with_torch(copy, joint_inputs, keywords)
+        session.record(decision.summary, self.settings)
+        if self.settings.dump:
+            dump(decision, Path(self.settings.dump))
+        return decision.partition.forward, decision.partition.backward
+
+    def uuid(self) -> Any:
+        """Key of the compile cache: every source file, every setting that matters, the device's figures."""
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        return ("remat", session.source_hash(), self.settings.cache_key(), repr(figures(device)))
+
+
+def dump(decision: Decision, folder: Path) -> None:
+    """Write the three graphs, the network's arcs and the plan's summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{decision.summary.graph}_{sum(1 for _ in folder.glob('*_plan.json'))}"
+    graphs = {
+        "joint": decision.joint.module,
+        "forward": decision.partition.forward,
+        "backward": decision.partition.backward,
+    }
+    for name, module in graphs.items():
+        text = module.print_readable(print_output=False, include_stride=True, include_device=True)
+        (folder / f"{stem}_{name}.py").write_text(text)
+    (folder / f"{stem}_network.json").write_text(json.dumps(flow.as_data(decision.network), indent=1))
+    (folder / f"{stem}_plan.json").write_text(json.dumps(asdict(decision.summary), indent=1))

@@ -1,0 +1,194 @@
+"""Choosing a plan: the default, a budget, the smallest, or a random one for tests.
+
+The default plan is the one of least predicted time among plans whose saved bytes and whose peak are at most those of
+PyTorch's default cut, which is always one of the candidates.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from torch import fx
+
+from remat import costs as cost_model
+from remat import torch_internals
+from remat.costs import Costs
+from remat.errors import BudgetUnreachable, RematWarning
+from remat.joint import JointGraph
+from remat.memory import Timeline, simulate
+from remat.mincut import minimum_cut
+from remat.network import FlowNetwork, Price, build
+from remat.plan import Plan, make_plan
+from remat.rules import Rules, why_invalid
+from remat.settings import Settings
+
+# Prices of a byte at which the default plan tries a cut, in units of reading that byte once from memory. On the
+# models of `bench.compare` the first cut that meets PyTorch's bytes came at 0 to 4; past 64 the cut was the smallest.
+PRICE_LADDER: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
+# Steps of the bisection on the price of a byte for a budget: 2^-24 of the range is less than one value's price.
+BISECTION_STEPS: Final = 24
+# A random plan draws each price from this many values: enough to break ties, few enough to make some.
+RANDOM_PRICES: Final = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan with what it costs."""
+
+    plan: Plan
+    seconds: float
+    saved_bytes: int
+    fused: bool
+
+    @cached_property
+    def timelines(self) -> tuple[Timeline, Timeline]:
+        """The plan as it will run, and as it would run the other way (op by op or fused)."""
+        return simulate(self.plan, self.fused), simulate(self.plan, not self.fused)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak, the way the plan will run."""
+        return self.timelines[0].peak_bytes
+
+    def fits_within(self, other: Candidate) -> bool:
+        """Whether neither saved bytes nor peak exceed the other's.
+
+        The peak must hold fused and op by op: what Inductor really fuses lies between the two.
+        """
+        return self.saved_bytes <= other.saved_bytes and all(
+            mine.peak_bytes <= theirs.peak_bytes
+            for mine, theirs in zip(self.timelines, other.timelines, strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Everything a plan is made from."""
+
+    joint: JointGraph
+    costs: Costs
+    rules: Rules
+    settings: Settings
+
+    def choose(self) -> tuple[Candidate, Candidate, FlowNetwork]:
+        """The plan the settings ask for, PyTorch's default for comparison, and the network it was cut from."""
+        network = self.network(0)
+        torch_default = self.torch_default()
+        if self.settings.partitioner == "torch":
+            return torch_default, torch_default, network
+        if self.settings.plan_seed is not None:
+            return self.random(self.settings.plan_seed), torch_default, network
+        if self.settings.budget == "min":
+            return self.smallest(), torch_default, network
+        default = self.default(torch_default)
+        if self.settings.budget is None:
+            return default, torch_default, network
+        return self.within(float(self.settings.budget), default), torch_default, network
+
+    # --- candidates ---------------------------------------------------------------------------------------
+
+    def network(self, byte_price: int) -> FlowNetwork:
+        """The flow network with a further price on every saved byte, in femtoseconds."""
+        return build(
+            self.joint, self.rules, lambda node: self._save_price(node, byte_price), self.costs.recompute_price
+        )
+
+    def _save_price(self, node: fx.Node, byte_price: int) -> int:
+        return self.costs.save_price(node) + byte_price * cost_model.saved_bytes(node)
+
+    def cut(self, network: FlowNetwork, solver: str) -> Candidate:
+        """The cheapest plan of a network."""
+        saved = [self.joint.nodes[position] for position in minimum_cut(network).saved()]
+        return self.candidate(saved, solver)
+
+    def candidate(self, saved: list[fx.Node], solver: str) -> Candidate:
+        """A set of saved values with its schedule and its price."""
+        plan = make_plan(self.joint, saved, solver)
+        forward = plan.forward_set
+        price = sum(self.costs.save_price(node) for node in plan.saved) + sum(
+            self.costs.recompute_price(node) for node in plan.backward if node in forward
+        )
+        count_bytes = sum(cost_model.saved_bytes(node) for node in plan.saved)
+        return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, self.costs.fused)
+
+    def torch_default(self) -> Candidate:
+        """What PyTorch's partitioner saves at its budget 1.0."""
+        saved = torch_internals.default_cut(
+            self.joint.module, self.joint.num_fwd_outputs, self.joint.static_indices
+        )
+        return self.candidate([node for node in saved if node not in self.rules.no_save], "torch")
+
+    def ladder(self) -> Iterator[Candidate]:
+        """Cuts at growing prices of a byte."""
+        byte = cost_model.FEMTOSECONDS / self.costs.device.bytes_per_second
+        for multiple in PRICE_LADDER:
+            yield self.cut(self.network(round(multiple * byte)), "cut")
+
+    # --- choices -------------------------------------------------------------------------------------------
+
+    def default(self, torch_default: Candidate) -> Candidate:
+        """Least time within PyTorch's saved bytes and peak; with weights of the user's own, the plain cut."""
+        if not self.settings.weights_are_default():
+            return self.cut(self.network(0), "cut")
+        valid = why_invalid(torch_default.plan, self.rules) is None
+        candidate = torch_default
+        for candidate in self.ladder():
+            if valid and candidate.seconds >= torch_default.seconds:
+                return torch_default  # a higher price of bytes never makes a plan faster
+            if candidate.fits_within(torch_default):
+                return candidate
+        return torch_default if valid else candidate
+
+    def within(self, fraction: float, default: Candidate) -> Candidate:
+        """The fastest plan found whose saved bytes are at most this fraction of the default plan's."""
+        allowed = int(fraction * default.saved_bytes)
+        if default.saved_bytes <= allowed:
+            return default
+        best = self.smallest()
+        if best.saved_bytes > allowed:
+            self._unreachable(fraction, best, default)
+            return best
+        low, high = 0, 1
+        while self.cut(self.network(high), "cut").saved_bytes > allowed and high < cost_model.FEMTOSECONDS:
+            low, high = high, high * 16
+        for _ in range(BISECTION_STEPS):
+            if high - low <= max(1, low // 1000):
+                break
+            middle = (low + high) // 2
+            candidate = self.cut(self.network(middle), "cut")
+            if candidate.saved_bytes <= allowed:
+                high, best = middle, min(best, candidate, key=lambda c: c.seconds)
+            else:
+                low = middle
+        return best
+
+    def _unreachable(self, fraction: float, smallest: Candidate, default: Candidate) -> None:
+        message = (
+            f"budget={fraction} allows {int(fraction * default.saved_bytes)} saved bytes; the smallest plan of this "
+            f"graph saves {smallest.saved_bytes} ({smallest.saved_bytes / max(default.saved_bytes, 1):.2f} of the "
+            f"default plan's {default.saved_bytes})"
+        )
+        if self.settings.strict:
+            raise BudgetUnreachable(message)
+        warnings.warn(message + "; taking it", RematWarning, stacklevel=2)
+
+    def smallest(self) -> Candidate:
+        """The plan that saves fewest bytes: whatever may be recomputed is, among equals the fastest."""
+        total = 1 + sum(self.costs.recompute_price(node) + self.costs.save_price(node) for node in self.joint.nodes)
+        return self.cut(self.network(total), "smallest")
+
+    def random(self, seed: int) -> Candidate:
+        """A valid plan drawn at random: the minimum cut at random prices. The same seed gives the same plan."""
+        generator = random.Random(seed)
+        prices = {
+            node: (generator.randrange(RANDOM_PRICES), generator.randrange(RANDOM_PRICES))
+            for node in self.joint.nodes
+        }
+        save: Price = lambda node: prices[node][0]  # noqa: E731
+        recompute: Price = lambda node: prices[node][1]  # noqa: E731
+        return self.cut(build(self.joint, self.rules, save, recompute), "random")
