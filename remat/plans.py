@@ -16,7 +16,7 @@ from typing import Final
 from torch import fx
 
 from remat import costs as cost_model
-from remat import torch_internals
+from remat import ops, torch_internals
 from remat.costs import Costs
 from remat.errors import BudgetUnreachable, RematWarning
 from remat.joint import JointGraph
@@ -117,11 +117,11 @@ class Planner:
         return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, self.costs.fused)
 
     def torch_default(self) -> Candidate:
-        """What PyTorch's partitioner saves at its budget 1.0."""
+        """What PyTorch's partitioner saves at its budget 1.0; for a view, the base that its memory belongs to."""
         saved = torch_internals.default_cut(
             self.joint.module, self.joint.num_fwd_outputs, self.joint.static_indices
         )
-        return self.candidate([node for node in saved if node not in self.rules.no_save], "torch")
+        return self.candidate([ops.view_base(node) for node in saved], "torch")
 
     def ladder(self) -> Iterator[Candidate]:
         """Cuts at growing prices of a byte."""
