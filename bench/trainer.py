@@ -21,7 +21,11 @@ VALIDATION_BATCHES = 8
 
 @dataclass(frozen=True)
 class Setup:
-    """What the two runs have in common. `batch` windows of `context` characters make one micro-batch."""
+    """What the two runs have in common. `batch` windows of `context` characters make one micro-batch.
+
+    The learning rate rises linearly over the first `warmup` steps. Without that, the first steps of AdamW
+    amplify rounding: two eager runs whose weights differ by 1e-7 were 2e-2 of the loss apart after 24 steps.
+    """
 
     steps: int
     layers: int
@@ -33,6 +37,7 @@ class Setup:
     dropout: float
     attention: str
     learning_rate: float
+    warmup: int
     clip: float
     seed: int
     device: str
@@ -91,10 +96,12 @@ def train(variant: Variant, setup: Setup, corpus: Corpus, progress: Callable[[in
     torch.manual_seed(setup.seed)
     batches = Batches(setup, corpus, corpus.training, setup.seed)
     optimizer = torch.optim.AdamW(module.parameters(), lr=setup.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / setup.warmup))
     training: list[float] = []
     validation: list[tuple[int, float]] = []
     for step in range(1, setup.steps + 1):
         training.append(_optimizer_step(model, module, optimizer, batches, setup))
+        schedule.step()
         if step % VALIDATION_EVERY == 0 or step == setup.steps:
             validation.append((step, validation_loss(module, setup, corpus)))
         progress(step, training[-1])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-from torch import fx
-
 from remat import torch_internals
 from remat.joint import JointGraph
 from remat.settings import Settings
@@ -17,9 +15,8 @@ def copy_graph(joint: JointGraph, settings: Settings) -> JointGraph:
 
     Deep-copying the module fails where constants were lifted (T5, Whisper); its graph can always be copied.
     """
-    module = fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph))
-    module.meta = dict(joint.module.meta)
-    return replace(joint, module=module)
+    graph = copy.deepcopy(joint.module.graph)
+    return replace(joint, module=torch_internals.make_module(joint.module, graph))
 
 
 def dead_code(joint: JointGraph, settings: Settings) -> JointGraph:
@@ -30,6 +27,5 @@ def dead_code(joint: JointGraph, settings: Settings) -> JointGraph:
 
 def common_subexpressions(joint: JointGraph, settings: Settings) -> JointGraph:
     """Merge equal computations by torch's own pass, which leaves random draws and writes alone."""
-    module = fx.GraphModule(joint.module, torch_internals.fx_graph_cse(joint.module.graph))
-    module.meta = dict(joint.module.meta)
-    return replace(joint, module=module)
+    graph = torch_internals.fx_graph_cse(joint.module.graph)
+    return replace(joint, module=torch_internals.make_module(joint.module, graph))

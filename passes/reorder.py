@@ -30,7 +30,7 @@ def order_backward(partition: Partition, plan: Plan) -> Partition:
         raise InvalidPlan(f"the schedule leaves out {', '.join(missing[:5])} of the backward graph")
     output = graph.node_copy(old.output_node(), built.__getitem__)
     output.meta = dict(old.output_node().meta)
-    return replace(partition, backward=fx.GraphModule(partition.backward, graph))
+    return replace(partition, backward=torch_internals.make_module(partition.backward, graph))
 
 
 def raise_items(partition: Partition, plan: Plan) -> Partition:

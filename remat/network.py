@@ -19,6 +19,7 @@ import networkx as nx
 from torch import fx
 
 from remat import ops
+from remat.costs import saved_bytes
 from remat.errors import UnsatisfiableCut
 from remat.joint import JointGraph
 from remat.rules import Rules
@@ -41,7 +42,10 @@ Price = Callable[[fx.Node], int]
 
 @dataclass(frozen=True, eq=False)
 class FlowNetwork:
-    """A networkx.DiGraph over (position in the joint graph, port); arcs carry `reason`, and `capacity` if finite."""
+    """A networkx.DiGraph over (position in the joint graph, port).
+
+    Arcs carry `reason`, and `capacity` if finite; those inside a value carry the `bytes` that saving it keeps.
+    """
 
     joint: JointGraph
     graph: nx.DiGraph
@@ -86,6 +90,7 @@ def build(joint: JointGraph, rules: Rules, save_price: Price, recompute_price: P
         inside, outside = (joint.index[node], Port.IN), (joint.index[node], Port.OUT)
         _arc(graph, SOURCE, inside, rules.no_recompute.get(node), recompute_price(node), "recompute")
         _arc(graph, inside, outside, rules.no_save.get(node), save_price(node), "save")
+        graph[inside][outside]["bytes"] = saved_bytes(node)
         for user in node.users:
             if user in needed and user not in joint.tangent_closure:
                 graph.add_edge(outside, (joint.index[user], Port.IN), reason="used by")

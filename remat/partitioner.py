@@ -28,8 +28,7 @@ class Decision:
 
     joint: JointGraph
     chosen: Candidate
-    reference: Candidate
-    network: flow.FlowNetwork
+    planner: Planner
     partition: passes.Partition
     summary: PlanSummary
 
@@ -43,10 +42,11 @@ def decide(joint: JointGraph, settings: Settings, graph: str = "") -> Decision:
     joint = passes.prepare(joint, settings)
     costs = Costs(joint, _device(joint), settings)
     rules = make_rules(joint, settings)
-    chosen, reference, network = Planner(joint, costs, rules, settings).choose()
+    planner = Planner(joint, costs, rules, settings)
+    chosen, reference = planner.choose()
     partition = passes.rewrite(chosen.plan, rules)
     summary = summarize(graph, chosen, reference, costs, rules, time.thread_time() - started)
-    return Decision(joint, chosen, reference, network, partition, summary)
+    return Decision(joint, chosen, planner, partition, summary)
 
 
 def _device(joint: JointGraph) -> Device:
@@ -104,5 +104,5 @@ def dump(decision: Decision, folder: Path) -> None:
     for name, module in graphs.items():
         text = module.print_readable(print_output=False, include_stride=True, include_device=True)
         (folder / f"{stem}_{name}.py").write_text(text)
-    (folder / f"{stem}_network.json").write_text(json.dumps(flow.as_data(decision.network), indent=1))
+    (folder / f"{stem}_network.json").write_text(json.dumps(flow.as_data(decision.planner.network), indent=1))
     (folder / f"{stem}_plan.json").write_text(json.dumps(asdict(decision.summary), indent=1))

@@ -21,8 +21,8 @@ from remat.costs import Costs
 from remat.errors import BudgetUnreachable, RematWarning
 from remat.joint import JointGraph
 from remat.memory import Timeline, simulate
-from remat.mincut import minimum_cut
-from remat.network import FlowNetwork, Price, build
+from remat.mincut import CutSolver
+from remat.network import FlowNetwork, build
 from remat.plan import Plan, make_plan
 from remat.rules import Rules, why_invalid
 from remat.settings import Settings
@@ -75,36 +75,35 @@ class Planner:
     rules: Rules
     settings: Settings
 
-    def choose(self) -> tuple[Candidate, Candidate, FlowNetwork]:
-        """The plan the settings ask for, PyTorch's default for comparison, and the network it was cut from."""
-        network = self.network(0)
+    def choose(self) -> tuple[Candidate, Candidate]:
+        """The plan the settings ask for, and PyTorch's default for comparison."""
         torch_default = self.torch_default()
         if self.settings.partitioner == "torch":
-            return torch_default, torch_default, network
+            return torch_default, torch_default
         if self.settings.plan_seed is not None:
-            return self.random(self.settings.plan_seed), torch_default, network
+            return self.random(self.settings.plan_seed), torch_default
         if self.settings.budget == "min":
-            return self.smallest(), torch_default, network
+            return self.smallest(), torch_default
         default = self.default(torch_default)
         if self.settings.budget is None:
-            return default, torch_default, network
-        return self.within(float(self.settings.budget), default), torch_default, network
+            return default, torch_default
+        return self.within(float(self.settings.budget), default), torch_default
 
     # --- candidates ---------------------------------------------------------------------------------------
 
-    def network(self, byte_price: int) -> FlowNetwork:
-        """The flow network with a further price on every saved byte, in femtoseconds."""
-        return build(
-            self.joint, self.rules, lambda node: self._save_price(node, byte_price), self.costs.recompute_price
-        )
+    @cached_property
+    def network(self) -> FlowNetwork:
+        """The flow network at the prices of the settings."""
+        return build(self.joint, self.rules, self.costs.save_price, self.costs.recompute_price)
 
-    def _save_price(self, node: fx.Node, byte_price: int) -> int:
-        return self.costs.save_price(node) + byte_price * cost_model.saved_bytes(node)
+    @cached_property
+    def _solver(self) -> CutSolver:
+        return CutSolver(self.network)
 
-    def cut(self, network: FlowNetwork, solver: str) -> Candidate:
-        """The cheapest plan of a network."""
-        saved = [self.joint.nodes[position] for position in minimum_cut(network).saved()]
-        return self.candidate(saved, solver)
+    def cut(self, byte_price: int, solver: str = "cut") -> Candidate:
+        """The cheapest plan when each saved byte costs so many femtoseconds more."""
+        cut = self._solver.minimum_cut(byte_price)
+        return self.candidate([self.joint.nodes[position] for position in cut.saved()], solver)
 
     def candidate(self, saved: list[fx.Node], solver: str) -> Candidate:
         """A set of saved values with its schedule and its price."""
@@ -127,14 +126,14 @@ class Planner:
         """Cuts at growing prices of a byte."""
         byte = cost_model.FEMTOSECONDS / self.costs.device.bytes_per_second
         for multiple in PRICE_LADDER:
-            yield self.cut(self.network(round(multiple * byte)), "cut")
+            yield self.cut(round(multiple * byte))
 
     # --- choices -------------------------------------------------------------------------------------------
 
     def default(self, torch_default: Candidate) -> Candidate:
         """Least time within PyTorch's saved bytes and peak; with weights of the user's own, the plain cut."""
         if not self.settings.weights_are_default():
-            return self.cut(self.network(0), "cut")
+            return self.cut(0)
         valid = why_invalid(torch_default.plan, self.rules) is None
         candidate = torch_default
         for candidate in self.ladder():
@@ -154,13 +153,13 @@ class Planner:
             self._unreachable(fraction, best, default)
             return best
         low, high = 0, 1
-        while self.cut(self.network(high), "cut").saved_bytes > allowed and high < cost_model.FEMTOSECONDS:
+        while self.cut(high).saved_bytes > allowed and high < cost_model.FEMTOSECONDS:
             low, high = high, high * 16
         for _ in range(BISECTION_STEPS):
             if high - low <= max(1, low // 1000):
                 break
             middle = (low + high) // 2
-            candidate = self.cut(self.network(middle), "cut")
+            candidate = self.cut(middle)
             if candidate.saved_bytes <= allowed:
                 high, best = middle, min(best, candidate, key=lambda c: c.seconds)
             else:
@@ -180,7 +179,7 @@ class Planner:
     def smallest(self) -> Candidate:
         """The plan that saves fewest bytes: whatever may be recomputed is, among equals the fastest."""
         total = 1 + sum(self.costs.recompute_price(node) + self.costs.save_price(node) for node in self.joint.nodes)
-        return self.cut(self.network(total), "smallest")
+        return self.cut(total, "smallest")
 
     def random(self, seed: int) -> Candidate:
         """A valid plan drawn at random: the minimum cut at random prices. The same seed gives the same plan."""
@@ -189,6 +188,6 @@ class Planner:
             node: (generator.randrange(RANDOM_PRICES), generator.randrange(RANDOM_PRICES))
             for node in self.joint.nodes
         }
-        save: Price = lambda node: prices[node][0]  # noqa: E731
-        recompute: Price = lambda node: prices[node][1]  # noqa: E731
-        return self.cut(build(self.joint, self.rules, save, recompute), "random")
+        network = build(self.joint, self.rules, lambda n: prices[n][0], lambda n: prices[n][1])
+        cut = CutSolver(network).minimum_cut()
+        return self.candidate([self.joint.nodes[position] for position in cut.saved()], "random")
