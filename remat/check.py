@@ -167,7 +167,7 @@ class _replaying:
         self.states = states
 
     def __enter__(self) -> None:
-        cpu, cuda = self.states
+        _, cuda = self.states
         self.before = [torch.get_rng_state(), [(index, torch.cuda.get_rng_state(index)) for index, _ in cuda]]
         self._set(self.states)
 

@@ -120,7 +120,8 @@ def explain_conflict(network: FlowNetwork, path: list[tuple[Vertex, Vertex, str]
     for position, reasons in told.items():
         node = network.joint.nodes[position]
         source = ops.user_source(node)
-        lines.append(f"  {node.name} ({ops.name(node)}): {'; '.join(reasons)}" + (f"\n      {source}" if source else ""))
+        lines.append(f"  {node.name} ({ops.name(node)}): {'; '.join(reasons)}")
+        lines += [f"      {source}"] if source else []
     return UnsatisfiableCut(
         "the backward needs values that may be neither saved nor recomputed:\n" + "\n".join(lines)
     )

@@ -141,12 +141,12 @@ def draws_random_numbers(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return target.namespace == "rngprims"
-    arguments = dict(node.kwargs)
+    arguments: dict[str, Any] = dict(node.kwargs)
     for declared, given in zip(target._schema.arguments, node.args, strict=False):
         arguments[declared.name] = given
     for declared in target._schema.arguments:
         if declared.name == "dropout_p":
-            return arguments.get("dropout_p", declared.default_value) != 0
+            return bool(arguments.get("dropout_p", declared.default_value) != 0)
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from remat import passes, session, torch_internals
 from remat.costs import Costs
 from remat.devices import Device, figures
 from remat.joint import JointGraph
+from remat.passes.normalize import copy_graph
+from remat.passes.partition import Partition
 from remat.plans import Candidate, Planner
 from remat.report import PlanSummary, summarize
 from remat.rules import make_rules
@@ -29,7 +31,7 @@ class Decision:
     joint: JointGraph
     chosen: Candidate
     planner: Planner
-    partition: passes.Partition
+    partition: Partition
     summary: PlanSummary
 
 
@@ -61,7 +63,7 @@ def _device(joint: JointGraph) -> Device:
 class Partitioner(torch_internals.CustomPartitionerFn):
     """remat as Inductor's `custom_partitioner_fn`. Plain values only: Inductor copies and pickles it."""
 
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
         """Partition; what remat cannot handle goes to PyTorch's partitioner with one warning, unless strict."""
@@ -70,16 +72,16 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         current = session.current()
         graph = current.graph if current else "unnamed"
         if current is not None and self.settings.check:
-            current.joint = passes.copy_graph(joint, self.settings).module
+            current.joint = copy_graph(joint, self.settings).module
             current.num_fwd_outputs = joint.num_fwd_outputs
         try:
             decision = decide(joint, self.settings, graph)
-        except Exception as error:  # noqa: BLE001  whatever goes wrong in ours, the user's training goes on
+        except Exception as error:  # whatever goes wrong in ours, the user's training goes on
             if self.settings.strict:
                 raise
             reason = f"{type(error).__name__}: {error}"
             session.record(PlanSummary(graph, "fallback", reason=reason), self.settings)
-            copy = passes.copy_graph(joint, self.settings).module
+            copy = copy_graph(joint, self.settings).module
             return torch_internals.partition_with_torch(copy, joint_inputs, keywords)
         session.record(decision.summary, self.settings)
         if self.settings.dump:

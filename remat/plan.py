@@ -1,4 +1,4 @@
-"""A plan: which values to save, and the order in which the backward runs. Data only; solvers make it, passes write it."""
+"""A plan: which values to save, and the order of the backward. Data only: solvers make it, passes write it out."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def compile_joint_graph(
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     fake_mode = torch._guards.detect_fake_mode(examples)
     output = module.graph.output_node()
-    output.meta.setdefault("user_visible_output_idxs", list(range(len(output.args[0]))))
+    output.meta.setdefault("user_visible_output_idxs", list(range(len(output.all_input_nodes))))
     with (
         inductor_config.patch(patches),
         V.set_fake_mode(fake_mode),
@@ -138,7 +138,7 @@ def compile_joint_graph(
 
 def current_grad_and_autocast() -> str:
     """The global state that changes what AOTAutograd traces, as text for a graph's hash."""
-    state = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    state: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     state += [
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
