@@ -56,7 +56,7 @@ class CharGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a four times wider GELU layer, each normalized before and added to the residual stream."""
+    """Attention and a four times wider GELU layer, each normalized before and added to the residual."""
 
     def __init__(self, width: int, heads: int, dropout: float, attention: str) -> None:
         super().__init__()

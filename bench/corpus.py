@@ -12,13 +12,15 @@ VALIDATION_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Corpus:
-    """Characters as indices into `vocabulary`, split into a beginning to train on and an end to validate on."""
+    """Characters as indices into `vocabulary`, a beginning to train on and an end to validate on."""
 
     vocabulary: str
     training: Tensor
     validation: Tensor
 
-    def batch(self, text: Tensor, batch: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, text: Tensor, batch: int, context: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """`batch` random windows of `text` and, as targets, the same windows one character later."""
         starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
         windows = text[starts + torch.arange(context + 1)]
@@ -26,7 +28,7 @@ class Corpus:
 
 
 def load_corpus(limit_bytes: int) -> Corpus:
-    """The top level modules of the standard library in the order of their names, at most `limit_bytes` of them."""
+    """The standard library's top level modules in the order of their names, at most `limit_bytes`."""
     folder = Path(sysconfig.get_path("stdlib"))
     pieces: list[bytes] = []
     room = limit_bytes

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 ZERO = 1e-9
 
 
-def gradients(model: Callable[..., Tensor], args: Sequence[Any], parameters: Sequence[Tensor]) -> list[Tensor]:
+def gradients(
+    model: Callable[..., Tensor], args: Sequence[Any], parameters: Sequence[Tensor]
+) -> list[Tensor]:
     """The gradients of one step, zeros where a parameter has none."""
     for parameter in parameters:
         parameter.grad = None
@@ -28,7 +30,7 @@ def reference_gradients(model: nn.Module, args: Sequence[Any]) -> list[Tensor]:
 
 
 def gradient_error(actual: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """The largest relative error of a parameter's gradient: |actual - reference| / |reference|, Euclidean norms."""
+    """The largest |actual - reference| / |reference| of a parameter's gradient, in Euclidean norms."""
     norms = [float(gradient.norm()) for gradient in reference]
     largest = max(norms)
     errors = []

@@ -1,13 +1,13 @@
 """How many bytes of tensors a training step keeps alive, exactly and repeatably.
 
-On a CPU a counting allocator (`allocator.cpp`) sees every tensor storage of every thread, of eager operators and
-of Inductor's buffers alike; it does not see scratch that a kernel takes with `malloc`, nor tensors over foreign
-memory (`from_numpy`, `mmap`). On a GPU the numbers are those of the CUDA caching allocator, rounded to its
-512-byte blocks.
+On a CPU a counting allocator (`allocator.cpp`) sees every tensor storage of every thread, of eager operators
+and of Inductor's buffers alike; it does not see scratch that a kernel takes with `malloc`, nor tensors over
+foreign memory (`from_numpy`, `mmap`). On a GPU the numbers are those of the CUDA caching allocator, rounded
+to its 512-byte blocks.
 
-**Peak** always means: gradients set to None first; the most bytes alive between the start of the forward and the
-end of the backward above what was alive before. Parameters, buffers, optimizer state and inputs do not count;
-new gradients do.
+**Peak** always means: gradients set to None first; the most bytes alive between the start of the forward and
+the end of the backward above what was alive before. Parameters, buffers, optimizer state and inputs do not
+count; new gradients do.
 """
 
 import gc
@@ -26,6 +26,8 @@ T = TypeVar("T")
 Events = NDArray[np.int64]
 
 CUDA_BLOCK_BYTES = 512
+# Freed memory leaves the allocator's count when the release is asked for, not when it has completed.
+CUDA_EVENT_SIGNS = {"alloc": 1, "free_requested": -1}
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Measurement(Generic[T]):
 class StepMemory:
     """One forward and backward, in bytes above those alive before.
 
-    `saved_bytes` is what the forward leaves for the backward, without the loss itself. `events` are the signed
-    sizes of all allocations (+) and releases (-) in the order of time; the first `boundary` of them are the
-    forward's. On a GPU the events are the bytes asked for, before rounding to blocks.
+    `saved_bytes` is what the forward leaves for the backward, without the loss itself. `events` are the
+    signed sizes of all allocations (+) and releases (-) in the order of time; the first `boundary` of them
+    are the forward's. On a GPU the events are the bytes asked for, before rounding to blocks.
     """
 
     saved_bytes: int
@@ -101,9 +103,6 @@ class CpuMeter:
 class CudaMeter:
     """The CUDA caching allocator's own counters, and its memory history for the events."""
 
-    # Freed memory leaves the allocator's count when the release is asked for, not when it has completed.
-    SIGNS = {"alloc": 1, "free_requested": -1}
-
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -133,7 +132,11 @@ class CudaMeter:
 
     def _events(self) -> Events:
         trace = torch.cuda.memory._snapshot()["device_traces"][self._index]
-        signed = [self.SIGNS[entry["action"]] * entry["size"] for entry in trace if entry["action"] in self.SIGNS]
+        signed = [
+            CUDA_EVENT_SIGNS[entry["action"]] * entry["size"]
+            for entry in trace
+            if entry["action"] in CUDA_EVENT_SIGNS
+        ]
         return np.array(signed, dtype=np.int64)
 
 
@@ -160,7 +163,9 @@ def measure(call: Callable[[], T], device: str = "cpu") -> Measurement[T]:
     return Measurement(meter.peak() - before, meter.live() - before, result)
 
 
-def step_memory(forward: Callable[[], Tensor], parameters: Iterable[Tensor], device: str = "cpu") -> StepMemory:
+def step_memory(
+    forward: Callable[[], Tensor], parameters: Iterable[Tensor], device: str = "cpu"
+) -> StepMemory:
     """Run `forward()` and the backward of the loss it returns, with fresh gradients for `parameters`."""
     meter = install(device)
     for parameter in parameters:

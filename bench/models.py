@@ -1,7 +1,7 @@
 """The models that are measured: random weights, nothing downloaded, small enough for two CPU cores.
 
-`build("gpt2", layers=6)` gives a `Workload` whose `model(*args)` returns the scalar loss. A further model is one
-more function in `BUILDERS`; its keyword arguments are what callers may override.
+`build("gpt2", layers=6)` gives a `Workload` whose `model(*args)` returns the scalar loss. A further model is
+one more function in `BUILDERS`; its keyword arguments are what callers may override.
 
 The loss of a transformers model is computed here and not by its `labels=` argument, which breaks the graph.
 """
@@ -86,7 +86,9 @@ def chargpt(
     attention: str = "sdpa",
     tied: bool = True,
 ) -> Workload:
-    model = CharGPT(vocabulary, context, layers, width, heads, dropout=dropout, attention=attention, tied=tied)
+    model = CharGPT(
+        vocabulary, context, layers, width, heads, dropout=dropout, attention=attention, tied=tied
+    )
     tokens = torch.randint(vocabulary, (batch, context + 1))
     args = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return Workload(model, args, f"{layers} layers, width {width}, {context} characters, batch {batch}")
@@ -105,7 +107,8 @@ def gpt2(
 ) -> Workload:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
+    config = _configured(
+        GPT2Config,
         vocab_size=vocabulary,
         n_positions=sequence,
         n_embd=width,
@@ -137,7 +140,8 @@ def llama(
 ) -> Workload:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    config = _configured(
+        LlamaConfig,
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=hidden,
@@ -165,7 +169,8 @@ def bert(
 ) -> Workload:
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
+    config = _configured(
+        BertConfig,
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=layers,
@@ -195,7 +200,8 @@ def vit(
 ) -> Workload:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
+    config = _configured(
+        ViTConfig,
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -224,7 +230,8 @@ def resnet(
     from transformers import ResNetConfig, ResNetForImageClassification
 
     expansion = 4 if block == "bottleneck" else 1
-    config = ResNetConfig(
+    config = _configured(
+        ResNetConfig,
         depths=[layers] * 4,
         embedding_size=width,
         hidden_sizes=[width * expansion * 2**stage for stage in range(4)],
@@ -248,7 +255,7 @@ BUILDERS: dict[str, Callable[..., Workload]] = {
 
 
 def build(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> Workload:
-    """The named workload with weights and inputs drawn from `seed`; `overrides` are its builder's arguments."""
+    """The named workload with weights and inputs drawn from `seed`; `overrides` are the builder's."""
     if name not in BUILDERS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}")
     accepted = inspect.signature(BUILDERS[name]).parameters
@@ -265,7 +272,9 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     name, *assignments = spec.split(":")
     if name not in BUILDERS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}")
-    defaults = {key: parameter.default for key, parameter in inspect.signature(BUILDERS[name]).parameters.items()}
+    defaults = {
+        key: parameter.default for key, parameter in inspect.signature(BUILDERS[name]).parameters.items()
+    }
     overrides = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -274,6 +283,11 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         kind = type(defaults[key])
         overrides[key] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
     return name, overrides
+
+
+def _configured(config: Callable[..., Any], **values: Any) -> Any:
+    """A transformers configuration; it takes more (`attn_implementation`, `num_labels`) than it declares."""
+    return config(**values)
 
 
 def _tokens(vocabulary: int, batch: int, sequence: int) -> Tensor:

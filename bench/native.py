@@ -18,6 +18,11 @@ from numpy.typing import NDArray
 
 SOURCE = Path(__file__).with_name("allocator.cpp")
 COMPILERS = ("g++", "clang++", "c++")
+# What `remat_meter_install` returns.
+INSTALL_ERRORS = {
+    1: "the CPU allocator in use cannot be wrapped (it has no raw deleter)",
+    2: "another CPU allocator with a higher priority is in use",
+}
 
 
 class MeterError(RuntimeError):
@@ -27,11 +32,6 @@ class MeterError(RuntimeError):
 class AllocatorLibrary:
     """The loaded counting allocator: typed calls over its C interface. All sizes are bytes."""
 
-    INSTALL_ERRORS = {
-        1: "the CPU allocator in use cannot be wrapped (it has no raw deleter)",
-        2: "another CPU allocator with a higher priority is in use",
-    }
-
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         for name in ("live", "peak", "event_count"):
@@ -40,7 +40,7 @@ class AllocatorLibrary:
         self._library = library
         code = library.remat_meter_install()
         if code:
-            raise MeterError(f"cannot measure CPU memory: {self.INSTALL_ERRORS[code]}")
+            raise MeterError(f"cannot measure CPU memory: {INSTALL_ERRORS[code]}")
 
     def live(self) -> int:
         return int(self._library.remat_meter_live())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -14,15 +15,21 @@ from matplotlib.axes import Axes
 from bench.memory import StepMemory
 from bench.trainer import Run
 
-COLOURS = ("tab:orange", "tab:blue")
+Style = dict[str, Any]
+
+# The first line is wide and light, or the second would hide it where they agree.
+STYLES: tuple[Style, Style] = (
+    {"color": "tab:orange", "linewidth": 3.5, "alpha": 0.6},
+    {"color": "tab:blue", "linewidth": 1.2},
+)
 
 
 def draw_training(path: Path, runs: Sequence[Run], title: str) -> None:
     """Loss curves of `runs` beside the memory that one forward and backward of each keeps alive."""
     figure, (losses, memory) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for run, colour in zip(runs, COLOURS, strict=True):
-        _draw_losses(losses, run, colour)
-        _draw_memory(memory, run.memory, run.variant.name, colour)
+    for run, style in zip(runs, STYLES, strict=True):
+        _draw_losses(losses, run, style)
+        _draw_memory(memory, run.memory, run.variant.name, style)
     losses.set(xlabel="optimizer step", ylabel="loss, nats per character", title="Loss")
     losses.legend()
     memory.set_xticks([0.5, 1.5], ["forward", "backward"])
@@ -36,17 +43,16 @@ def draw_training(path: Path, runs: Sequence[Run], title: str) -> None:
     plt.close(figure)
 
 
-def _draw_losses(axes: Axes, run: Run, colour: str) -> None:
-    steps = range(1, len(run.training) + 1)
-    axes.plot(steps, run.training, color=colour, linewidth=1, alpha=0.6, label=f"{run.variant.name}, training")
-    steps_validated, validated = zip(*run.validation, strict=True)
-    axes.plot(steps_validated, validated, color=colour, marker="o", label=f"{run.variant.name}, validation")
+def _draw_losses(axes: Axes, run: Run, style: Style) -> None:
+    axes.plot(range(1, len(run.training) + 1), run.training, **style, label=f"{run.variant.name}, training")
+    steps, losses = zip(*run.validation, strict=True)
+    axes.plot(steps, losses, **style, linestyle="--", marker="o", label=f"{run.variant.name}, validation")
 
 
-def _draw_memory(axes: Axes, memory: StepMemory, name: str, colour: str) -> None:
-    """Alive bytes after each event; both phases get the same width, as runs differ in their number of events."""
+def _draw_memory(axes: Axes, memory: StepMemory, name: str, style: Style) -> None:
+    """Alive bytes after each event; both phases are equally wide, as runs differ in their events."""
     forward = np.linspace(0, 1, memory.boundary, endpoint=False)
     backward = np.linspace(1, 2, len(memory.events) - memory.boundary)
     label = f"{name}: peak {memory.peak_bytes / 2**20:.1f}, saved {memory.saved_bytes / 2**20:.1f} MiB"
     places = np.concatenate([forward, backward])
-    axes.step(places, memory.alive_bytes() / 2**20, where="post", color=colour, label=label)
+    axes.step(places, memory.alive_bytes() / 2**20, where="post", **style, label=label)

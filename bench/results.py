@@ -1,4 +1,4 @@
-"""Result files: a JSON list of rows of one schema, written a row at a time so that a long run can be resumed."""
+"""Result files: a JSON list of rows of one schema, written a row at a time so that a run can be resumed."""
 
 import dataclasses
 import hashlib
@@ -24,8 +24,8 @@ class Row:
     """One measured variant of one model. Sizes in bytes, times in seconds; None where it was not measured.
 
     `step_ratio` is this variant's step time over that of the peer named in `extra["peer"]`, with its 95%
-    interval; `compile_seconds` is the wall time of the first forward and backward; `gradient_error` is relative
-    to a float64 eager run.
+    interval; `compile_seconds` is the wall time of the first forward and backward; `gradient_error` is
+    relative to a float64 eager run.
     """
 
     model: str
@@ -53,7 +53,12 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str]:
         """What makes two rows of a file the same measurement."""
-        return self.model, self.variant, json.dumps(self.options, sort_keys=True)
+        return row_key(self.model, self.variant, self.options)
+
+
+def row_key(model: str, variant: str, options: dict[str, Any]) -> tuple[str, str, str]:
+    """See `Row.key`."""
+    return model, variant, json.dumps(options, sort_keys=True)
 
 
 def provenance(module: str, device: str) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def provenance(module: str, device: str) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "git": _git_revision(),
         "torch": torch.__version__,
-        "device": _device_name(device),
+        "device": device_name(device),
     }
 
 
@@ -95,7 +100,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def source_hash(folders: Iterable[str]) -> str:
-    """A hash of the Python sources in `folders` of the repository: a row measured with other sources is stale."""
+    """A hash of the Python sources in `folders` of the repository: rows of other sources are stale."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -113,7 +118,8 @@ def _git_revision() -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """The GPU's name, or the CPU's architecture and the threads that torch uses of it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {platform.machine()}, {torch.get_num_threads()} thread(s)"

@@ -45,17 +45,18 @@ class Variant:
 def parse_variant(name: str, inner: str) -> Variant:
     """Read `eager`, `inductor`, `inductor-0.5`, `remat` or `remat-BUDGET`, executed by `inner`.
 
-    `inductor` is PyTorch's own partitioner. Under `inner="eager"` it is given remat's op-by-op executor, so that
-    the two differ in the partition alone.
+    `inductor` is PyTorch's own partitioner. Under `inner="eager"` it is given remat's op-by-op executor, so
+    that the two differ in the partition alone.
     """
     base, _, budget = name.partition("-")
     if name == "eager":
         return Variant(name)
     if base == "inductor":
-        share = float(budget) if budget else 1.0
         if inner == "inductor":
-            return Variant(name, "inductor", torch_budget=share)
-        return Variant(name, "remat", {"inner": inner, "partitioner": "torch", "strict": True}, share)
+            return Variant(name, "inductor", torch_budget=float(budget) if budget else 1.0)
+        if budget:
+            raise ValueError(f"{name} needs inner=inductor: remat runs PyTorch's default cut only")
+        return Variant(name, "remat", {"inner": inner, "partitioner": "torch", "strict": True})
     if base == "remat":
         return remat_variant(inner, budget or None, name)
     raise ValueError(f"unknown variant {name!r}; known: eager, inductor[-FRACTION], remat[-BUDGET]")
@@ -68,13 +69,13 @@ def remat_variant(inner: str, budget: str | None, name: str = "remat") -> Varian
 
 
 def disable_compile_caches() -> None:
-    """Partition and generate code every time, so that what is measured is planned and compiled in this process."""
+    """Partition and generate code every time: what is measured is then planned and compiled here."""
     inductor_config.fx_graph_cache = False
     functorch_config.enable_autograd_cache = False
 
 
 def summaries_since(count: int) -> tuple[Any, ...]:
-    """remat's summaries of the graphs compiled after the first `count`; a RuntimeError unless it planned them."""
+    """remat's summaries of the graphs after the first `count`; a RuntimeError unless it planned them."""
     found = remat.summaries()[count:]
     if not found:
         raise RuntimeError("remat compiled no graph with a backward: nothing was measured")

@@ -116,11 +116,15 @@ class Planner:
         return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, self.costs.fused)
 
     def torch_default(self) -> Candidate:
-        """What PyTorch's partitioner saves at its budget 1.0; for a view, the base that its memory belongs to."""
+        """What PyTorch's partitioner saves at its budget 1.0.
+
+        Of a view the base is saved, whose memory it is; constants, which it keeps too, are made again.
+        """
         saved = torch_internals.default_cut(
             self.joint.module, self.joint.num_fwd_outputs, self.joint.static_indices
         )
-        return self.candidate([ops.view_base(node) for node in saved], "torch")
+        bases = [ops.view_base(node) for node in saved]
+        return self.candidate([base for base in bases if ops.kind(base) is not ops.Kind.FACTORY], "torch")
 
     def ladder(self) -> Iterator[Candidate]:
         """Cuts at growing prices of a byte."""

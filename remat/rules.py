@@ -67,6 +67,8 @@ def _why_not_save(node: fx.Node, joint: JointGraph) -> str | None:
         return "a view: its base is saved instead"
     if kind in (Kind.FACTORY, Kind.CONSTANT):
         return "a constant"
+    if node.target is torch_internals.LOOKUP_SEED:
+        return "one seed of many: the tensor of seeds is saved instead"
     if node in joint.written_primals:
         return "an input that the forward writes"
     if node.op != "placeholder" and node.meta.get("recompute") in (

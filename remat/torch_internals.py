@@ -59,8 +59,9 @@ must_be_in_forward: Callable[[fx.Node], bool] = partitioners._must_be_in_forward
 must_be_in_backward: Callable[[fx.Node], bool] = partitioners._must_be_in_backward
 
 # Operators that draw nothing themselves: they compute random numbers from a seed that is an argument.
+LOOKUP_SEED = torch.ops.prims.inductor_lookup_seed.default
 SEEDED_OPERATORS: tuple[Any, ...] = (
-    torch.ops.prims.inductor_lookup_seed.default,
+    LOOKUP_SEED,
     torch.ops.prims.inductor_random.default,
     torch.ops.prims.inductor_randint.default,
 )

@@ -1,0 +1,122 @@
+"""Results as Markdown tables in README.md, between `<!-- table:NAME -->` and `<!-- /table:NAME -->`.
+
+NAME is that of a file `bench/results/NAME.json`, or `NAME@INNER` for its rows run by one executor (`inductor`
+or `eager`); rows without an executor, such as eager ones, belong to both.
+
+    python -m bench.tables --write      put the current results into the README
+    python -m bench.tables --check      exit with status 1 if the README shows others
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench import results
+from bench.results import Row
+
+MIB = 2**20
+MARKED = re.compile(r"<!-- table:([\w@-]+) -->\n.*?<!-- /table:\1 -->", re.DOTALL)
+LAST_STEPS = 10
+
+Cell = Callable[[Row], str | None]
+
+
+def _mib(size_bytes: int | None) -> str | None:
+    return None if size_bytes is None else f"{size_bytes / MIB:.2f}"
+
+
+def _step_ratio(row: Row) -> str | None:
+    if row.step_ratio is None or row.step_ratio_ci is None:
+        return None
+    low, high = row.step_ratio_ci
+    return f"{row.step_ratio:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _recomputed(row: Row) -> str | None:
+    """Recomputed FLOPs in percent of the forward's."""
+    if row.recomputed_flops is None or not row.forward_flops:
+        return None
+    return f"{100 * row.recomputed_flops / row.forward_flops:.1f}"
+
+
+def _training_loss(row: Row) -> str | None:
+    curve = row.extra.get("training_loss")
+    return None if curve is None else f"{np.mean(curve[-LAST_STEPS:]):.3f}"
+
+
+def _validation_loss(row: Row) -> str | None:
+    curve = row.extra.get("validation_loss")
+    return None if curve is None else f"{curve[-1][1]:.3f}"
+
+
+COLUMNS: dict[str, Cell] = {
+    "model": lambda row: row.model,
+    "variant": lambda row: row.variant,
+    "run by": lambda row: row.extra.get("inner"),
+    "training loss": _training_loss,
+    "validation loss": _validation_loss,
+    "saved, MiB": lambda row: _mib(row.saved_bytes),
+    "peak, MiB": lambda row: _mib(row.peak_bytes),
+    "predicted peak, MiB": lambda row: _mib(row.predicted_peak_bytes),
+    "recomputed FLOPs, %": _recomputed,
+    "step time ratio": _step_ratio,
+    "decision, s": lambda row: None if row.decision_seconds is None else f"{row.decision_seconds:.2f}",
+    "compile, s": lambda row: None if row.compile_seconds is None else f"{row.compile_seconds:.1f}",
+    "gradient error": lambda row: None if row.gradient_error is None else f"{row.gradient_error:.1e}",
+}
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """A heading and one line per row; a column appears if any row has a value for it."""
+    filled = {name: [cell(row) for row in rows] for name, cell in COLUMNS.items()}
+    shown = {name: values for name, values in filled.items() if any(value is not None for value in values)}
+    lines = zip(*shown.values(), strict=True)
+    return [list(shown), *([value or "n/a" for value in line] for line in lines)]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as one Markdown table; text columns to the left, numbers to the right."""
+    heading, *body = cells(rows)
+    text_columns = ("model", "variant", "run by")
+    rule = ["---" if name in text_columns else "---:" for name in heading]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [heading, rule, *body])
+
+
+def rendered(document: str, folder: Path = results.RESULTS) -> str:
+    """`document` with every marked table replaced by the current one."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match[1]
+        stem, _, inner = name.partition("@")
+        rows = results.read_rows(folder / f"{stem}.json")
+        selected = [row for row in rows if not inner or row.extra.get("inner") in (None, inner)]
+        if not selected:
+            raise FileNotFoundError(f"no results for the table {name} in {folder.name}/{stem}.json")
+        return f"<!-- table:{name} -->\n\n{markdown(selected)}\n\n<!-- /table:{name} -->"
+
+    return MARKED.sub(table, document)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.split("\n", 1)[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true")
+    what.add_argument("--check", action="store_true")
+    parser.add_argument("file", type=Path, nargs="?", default=results.ROOT / "README.md")
+    arguments = parser.parse_args()
+    document = arguments.file.read_text()
+    current = rendered(document)
+    if arguments.write:
+        arguments.file.write_text(current)
+    elif document != current:
+        print(f"{arguments.file.name} does not show the current results: run python -m bench.tables --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

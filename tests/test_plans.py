@@ -1,0 +1,296 @@
+"""Plans: never worse than PyTorch's default, budgets kept, the smallest smallest, random ones valid and repeatable."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import passes
+from remat.costs import FEMTOSECONDS
+from remat.costs import saved_bytes as bytes_of
+from remat.errors import BudgetUnreachable, InvalidPlan, RematWarning
+from remat.memory import simulate
+from remat.plan import Plan, make_plan
+from remat.plans import Candidate, Planner
+from remat.rules import why_invalid
+from remat.settings import Settings
+from tests import checks, graphs
+
+FRACTIONS = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0]
+SEEDS = range(30)
+# PyTorch's own cut reads these inputs again after the forward has written them (its fault pytorch#197039).
+TORCH_IS_WRONG = {"counter", "snapshot"}
+
+
+def with_settings(name: str, **values: object) -> Planner:
+    return graphs.planner(name, replace(Settings(), **values))
+
+
+def chosen(name: str, **values: object) -> Candidate:
+    return with_settings(name, **values).choose()[0]
+
+
+def drawn_plan(planner: Planner, seed: int) -> Plan:
+    """A plan that no price explains: each value saved or recomputed by a coin."""
+    choice = checks.drawn_choice(planner.joint, planner.rules, seed)
+    return make_plan(planner.joint, list(choice.saved), "coin")
+
+
+def names(plan: Plan) -> list[str]:
+    return [node.name for node in plan.saved]
+
+
+# --- the default plan --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+@pytest.mark.parametrize("name", sorted(set(graphs.MODELS) - TORCH_IS_WRONG))
+def test_default_plan_has_no_more_saved_bytes_no_higher_peak_and_no_more_time_than_pytorchs(name: str, inner: str):
+    mine, torchs = with_settings(name, inner=inner).choose()
+    assert torchs.plan.solver == "torch"
+    assert mine.saved_bytes <= torchs.saved_bytes
+    assert mine.seconds <= torchs.seconds
+    for fused in (True, False):
+        assert simulate(mine.plan, fused).peak_bytes <= simulate(torchs.plan, fused).peak_bytes
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_IS_WRONG))
+def test_default_plan_is_valid_where_pytorchs_reads_an_input_that_was_written(name: str):
+    planner = with_settings(name)
+    mine, torchs = planner.choose()
+    assert "an input that the forward writes" in str(why_invalid(torchs.plan, planner.rules))
+    assert why_invalid(mine.plan, planner.rules) is None
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_chosen_plans_are_valid_and_give_the_backward_all_it_needs(name: str):
+    planner = graphs.planner(name)
+    for candidate in [planner.choose()[0], planner.smallest(), planner.cut(0), planner.cut(10**9)]:
+        assert why_invalid(candidate.plan, planner.rules) is None
+        assert checks.is_available(planner.joint, planner.rules, candidate.plan.saved) is None
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_price_and_bytes_of_a_cut_are_those_of_its_plan(name: str):
+    planner = graphs.planner(name)
+    for price in (0, 10_000):
+        candidate = planner.cut(price)
+        plan, costs = candidate.plan, planner.costs
+        again = [node for node in plan.backward if node in plan.forward_set]
+        total = sum(map(costs.save_price, plan.saved)) + sum(map(costs.recompute_price, again))
+        assert candidate.seconds == pytest.approx(total / FEMTOSECONDS)
+        assert candidate.saved_bytes == sum(map(bytes_of, plan.saved))
+        cut = planner._solver.minimum_cut(price)
+        assert total + price * candidate.saved_bytes == cut.value
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "attention"])
+def test_partitioner_torch_takes_pytorchs_plan(name: str):
+    mine, torchs = with_settings(name, partitioner="torch", budget="min").choose()
+    assert mine is torchs
+    assert names(mine.plan) == names(with_settings(name).torch_default().plan)
+
+
+# --- the schedule ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_backward_runs_each_value_once_after_its_arguments_and_nothing_in_vain(name: str):
+    planner = graphs.planner(name)
+    joint = planner.joint
+    candidates = [planner.choose()[0], planner.smallest(), planner.random(1)]
+    for plan in [*(candidate.plan for candidate in candidates), *(drawn_plan(planner, seed) for seed in range(5))]:
+        assert len(set(plan.backward)) == len(plan.backward)
+        assert not set(plan.backward) & set(plan.saved)
+        available = set(plan.saved) | set(joint.tangents)
+        for node in plan.backward:
+            assert available.issuperset(node.all_input_nodes), f"{node.name} runs before its arguments"
+            available.add(node)
+        assert available.issuperset(joint.backward_outputs)
+        read = {argument for node in plan.backward for argument in node.all_input_nodes} | set(joint.backward_outputs)
+        assert read.issuperset(plan.saved)
+        in_vain = [node.name for node in plan.backward if node not in read and node not in joint.tangent_closure]
+        assert in_vain == []
+
+
+def test_saved_values_that_the_backward_does_not_need_are_left_out():
+    joint = graphs.planner("bottleneck").joint
+    everything = [node for node in joint.nodes if node not in joint.tangent_closure]
+    plan = make_plan(joint, everything, "all")
+    assert set(plan.saved) == set(joint.needed_by_backward)
+    assert plan.recomputed == ()
+
+
+def test_saved_values_are_in_graph_order_each_once_however_given():
+    joint = graphs.planner("bottleneck").joint
+    needed = list(joint.needed_by_backward)
+    plan = make_plan(joint, [*reversed(needed), *needed], "twice")
+    assert list(plan.saved) == needed
+
+
+# --- budgets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "attention", "bottleneck", "convnet", "embedding", "views"])
+def test_budget_is_kept_in_saved_bytes_and_a_larger_one_saves_no_less(name: str):
+    default, smallest = chosen(name), chosen(name, budget="min")
+    kept, seconds = [], []
+    for fraction in FRACTIONS:
+        allowed = fraction * default.saved_bytes
+        if smallest.saved_bytes > allowed:
+            continue
+        candidate = chosen(name, budget=fraction)
+        assert candidate.saved_bytes <= allowed
+        assert why_invalid(candidate.plan, with_settings(name).rules) is None
+        kept.append(candidate.saved_bytes)
+        seconds.append(candidate.seconds)
+    assert len(kept) >= 10
+    assert kept == sorted(kept)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_budget_takes_the_best_point_of_the_frontier_that_fits():
+    planner = with_settings("bottleneck")
+    frontier = [planner.cut(round(1.2**power)) for power in range(140)]
+    for fraction in (0.2, 0.5, 0.8):
+        allowed = fraction * chosen("bottleneck").saved_bytes
+        best = min(c.seconds for c in frontier if c.saved_bytes <= allowed)
+        assert chosen("bottleneck", budget=fraction).seconds <= best * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "bottleneck"])
+def test_whole_budget_is_the_default_plan(name: str):
+    assert names(chosen(name, budget=1.0).plan) == names(chosen(name).plan)
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_min_saves_no_more_than_any_other_plan(name: str):
+    planner = with_settings(name)
+    fewest = chosen(name, budget="min").saved_bytes
+    others = [planner.default(planner.torch_default()), *map(planner.random, SEEDS)]
+    assert fewest <= min(other.saved_bytes for other in others)
+    if name not in TORCH_IS_WRONG:
+        assert fewest <= planner.torch_default().saved_bytes
+
+
+@pytest.mark.parametrize("name", ["chain", "dropout", "multi_output", "views", "outputs", "counter", "snapshot"])
+def test_min_saves_the_fewest_bytes_of_all_plans_and_is_the_fastest_of_those(name: str):
+    planner = with_settings(name)
+    choices = list(checks.all_choices(planner.joint, planner.rules))
+    fewest = min(choice.cost(bytes_of, lambda node: 0) for choice in choices)
+    least = min(
+        choice.cost(planner.costs.save_price, planner.costs.recompute_price)
+        for choice in choices
+        if choice.cost(bytes_of, lambda node: 0) == fewest
+    )
+    smallest = planner.smallest()
+    assert smallest.saved_bytes == fewest
+    assert smallest.seconds == pytest.approx(least / FEMTOSECONDS)
+
+
+def must_keep(x: Tensor, w: Tensor) -> Tensor:
+    """Half of what the default plan saves may not be recomputed."""
+    return torch.sigmoid(torch.exp(x @ w).cumsum(0))
+
+
+KEEP = Settings(save_ops=("aten.sigmoid",))
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Planner:
+    return graphs.planner_of(graphs.joint_of(must_keep, graphs.leaf(16, 16), graphs.leaf(16, 16)), KEEP)
+
+
+def test_unreachable_budget_warns_with_the_bytes_it_takes_and_gives_the_smallest_plan(keeping: Planner):
+    planner = graphs.planner_of(keeping.joint, replace(KEEP, budget=0.01))
+    with pytest.warns(RematWarning, match=r"budget=0\.01 allows") as caught:
+        candidate, _ = planner.choose()
+    assert len(caught) == 1
+    assert str(candidate.saved_bytes) in str(caught[0].message)
+    assert names(candidate.plan) == names(planner.smallest().plan)
+    assert candidate.saved_bytes > 0
+
+
+def test_unreachable_budget_raises_under_strict(keeping: Planner):
+    planner = graphs.planner_of(keeping.joint, replace(KEEP, budget=0.01, strict=True))
+    with pytest.raises(BudgetUnreachable, match="smallest plan of this graph saves"):
+        planner.choose()
+
+
+def test_reachable_budget_does_not_warn(keeping: Planner):
+    fewest = keeping.smallest().saved_bytes / keeping.choose()[0].saved_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RematWarning)
+        candidate, _ = graphs.planner_of(keeping.joint, replace(KEEP, budget=fewest, strict=True)).choose()
+    assert candidate.saved_bytes == keeping.smallest().saved_bytes
+
+
+# --- random plans ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_random_plans_are_valid(name: str):
+    planner = graphs.planner(name)
+    for seed in SEEDS:
+        plan = planner.random(seed).plan
+        assert why_invalid(plan, planner.rules) is None
+        assert checks.is_available(planner.joint, planner.rules, plan.saved) is None
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "attention", "convnet"])
+def test_random_plans_repeat_by_seed_and_differ_between_seeds(name: str):
+    drawn = [names(chosen(name, plan_seed=seed).plan) for seed in SEEDS]
+    fresh = graphs.planner_of(graphs.joint(name))
+    assert [names(fresh.random(seed).plan) for seed in SEEDS] == drawn
+    assert len(set(map(tuple, drawn))) >= len(SEEDS) // 2
+
+
+def test_random_plans_leave_the_global_generators_alone():
+    import random
+
+    before, tensors = random.getstate(), torch.get_rng_state()
+    graphs.planner("residual").random(3)
+    assert random.getstate() == before
+    assert torch.equal(torch.get_rng_state(), tensors)
+
+
+# --- the certificate of all: gradients ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_every_plan_gives_the_joint_graphs_outputs_gradients_and_buffers_to_the_bit(name: str):
+    planner = graphs.planner(name)
+    joint = planner.joint
+    truth = checks.run_joint(graphs.joint(name))
+    plans = [candidate.plan for candidate in (planner.choose()[0], planner.smallest(), planner.random(0))]
+    plans += [drawn_plan(planner, seed) for seed in range(5)]
+    for plan in plans:
+        partition = passes.rewrite(plan, planner.rules)
+        checks.check_reads(partition, joint)
+        checks.check_same_bits(checks.run_partition(partition, joint), truth)
+
+
+def test_copy_of_an_input_that_the_forward_then_writes_is_kept_for_the_backward():
+    """Inductor's passes drop the user's clone, so that the backward reads the written input itself."""
+
+    def run(x: Tensor, buffer: Tensor) -> Tensor:
+        y = torch.exp(buffer.clone() * x)
+        buffer.mul_(0.5)
+        return y
+
+    joint = graphs.joint_of(run, graphs.leaf(4, 8), torch.randn(4, 8))
+    planner = graphs.planner_of(joint)
+    for candidate in (planner.choose()[0], planner.smallest()):
+        partition = passes.rewrite(candidate.plan, planner.rules)
+        checks.check_same_bits(checks.run_partition(partition, planner.joint), checks.run_joint(joint))
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_IS_WRONG))
+def test_pytorchs_plan_is_refused_where_it_reads_an_input_that_was_written(name: str):
+    planner = graphs.planner(name)
+    with pytest.raises(InvalidPlan, match="an input that the forward writes"):
+        passes.rewrite(planner.torch_default().plan, planner.rules)
