@@ -37,8 +37,11 @@ from bench.variants import (
 )
 
 PEER = "inductor"
-# Dropout masks come from the seed, so that both memory and gradients of a row repeat.
-STEP_SEED = 1
+# What a measurement depends on, besides remat itself.
+MEASURING_SOURCES = tuple(
+    f"bench/{name}.py" for name in ("models", "chargpt", "memory", "timing", "gradients")
+)
+REMAT_SOURCES = ("remat/*.py", "passes/*.py")
 # Columns of text when the output goes into a file or a pipe.
 PLAIN_WIDTH = 180
 
@@ -72,7 +75,6 @@ def measure_row(arguments: argparse.Namespace) -> None:
     training_step(call, workload.args, parameters)
     compile_seconds = time.perf_counter() - start if variant.backend else None
     summaries = summaries_since(planned_before) if variant.is_remat else ()
-    torch.manual_seed(STEP_SEED)
     step = memory.step_memory(lambda: call(*workload.args), parameters, arguments.device)
     error = _gradient_error(call, workload)
     ratio = _step_ratio(call, workload, arguments) if wants_pairs(variant, arguments.pairs) else None
@@ -130,7 +132,7 @@ def _extra(variant: Variant, workload: Workload, ratio: Ratio | None, inner: str
 
 def row_sources(variant: Variant) -> str:
     """A hash of the sources that a row depends on: an eager row does not age with remat."""
-    return results.source_hash(("bench",) if variant.backend != "remat" else ("bench", "remat", "passes"))
+    return results.source_hash(MEASURING_SOURCES + (REMAT_SOURCES if variant.is_remat else ()))
 
 
 def _missing_cells(arguments: argparse.Namespace) -> list[tuple[str, str]]:
@@ -200,7 +202,15 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, default=results.RESULTS / "compare.json")
     parser.add_argument("--row", action="store_true", help="measure the one cell named, in this process")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    try:
+        for spec in arguments.models:
+            parse_spec(spec)
+        for name in arguments.variants:
+            parse_variant(name, arguments.inner)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
 
 
 if __name__ == "__main__":

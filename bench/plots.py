@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from bench.memory import StepMemory
+from bench.results import MIB
 from bench.trainer import Run
 
 Style = dict[str, Any]
@@ -53,6 +54,6 @@ def _draw_memory(axes: Axes, memory: StepMemory, name: str, style: Style) -> Non
     """Alive bytes after each event; both phases are equally wide, as runs differ in their events."""
     forward = np.linspace(0, 1, memory.boundary, endpoint=False)
     backward = np.linspace(1, 2, len(memory.events) - memory.boundary)
-    label = f"{name}: peak {memory.peak_bytes / 2**20:.1f}, saved {memory.saved_bytes / 2**20:.1f} MiB"
+    label = f"{name}: peak {memory.peak_bytes / MIB:.1f}, saved {memory.saved_bytes / MIB:.1f} MiB"
     places = np.concatenate([forward, backward])
-    axes.step(places, memory.alive_bytes() / 2**20, where="post", **style, label=label)
+    axes.step(places, memory.alive_bytes() / MIB, where="post", **style, label=label)

@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 SCHEMA = 1
+MIB = 2**20
+LAST_STEPS = 10
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -99,13 +101,19 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     partial.replace(path)
 
 
-def source_hash(folders: Iterable[str]) -> str:
-    """A hash of the Python sources in `folders` of the repository: rows of other sources are stale."""
+def source_hash(patterns: Iterable[str]) -> str:
+    """A hash of the repository's files that match `patterns`: rows of other sources are stale."""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+    for pattern in patterns:
+        for path in sorted(ROOT.glob(pattern)):
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def final_loss(curve: Sequence[float]) -> float:
+    """What a training came to: the mean loss of its last `LAST_STEPS` steps."""
+    last = curve[-LAST_STEPS:]
+    return sum(last) / len(last)
 
 
 def _git_revision() -> str:

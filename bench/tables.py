@@ -13,20 +13,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from bench import results
 from bench.results import Row
 
-MIB = 2**20
 MARKED = re.compile(r"<!-- table:([\w@-]+) -->\n.*?<!-- /table:\1 -->", re.DOTALL)
-LAST_STEPS = 10
 
 Cell = Callable[[Row], str | None]
 
 
 def _mib(size_bytes: int | None) -> str | None:
-    return None if size_bytes is None else f"{size_bytes / MIB:.2f}"
+    return None if size_bytes is None else f"{size_bytes / results.MIB:.2f}"
 
 
 def _step_ratio(row: Row) -> str | None:
@@ -45,7 +41,7 @@ def _recomputed(row: Row) -> str | None:
 
 def _training_loss(row: Row) -> str | None:
     curve = row.extra.get("training_loss")
-    return None if curve is None else f"{np.mean(curve[-LAST_STEPS:]):.3f}"
+    return None if curve is None else f"{results.final_loss(curve):.3f}"
 
 
 def _validation_loss(row: Row) -> str | None:

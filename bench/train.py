@@ -27,14 +27,13 @@ from bench import memory, results
 from bench.corpus import Corpus, load_corpus
 from bench.gradients import gradient_error, gradients, reference_gradients
 from bench.plots import draw_training
+from bench.results import LAST_STEPS, MIB, final_loss
 from bench.timing import Ratio, paired_ratio, training_step, use_one_thread
 from bench.trainer import Run, Setup, build_model, sample_batch, train
 from bench.variants import Variant, disable_compile_caches, plan_extra, plan_fields, remat_variant
 from remat.errors import CheckFailed
 
-MIB = 2**20
 CORPUS_BYTES = 3_000_000
-LAST_STEPS = 10
 # Without dropout, rounding alone separates the curves: by 2e-7 of the loss over the default steps. One
 # weight's gradient halved moves them by 4e-4, 1% of noise in it by 6e-5.
 CURVE_TOLERANCE = 1e-5
@@ -171,9 +170,7 @@ def _table(eager: Run, ours: Run, ratio: Ratio, verdict: Verdict, title: str) ->
         before, after = quantity(eager), quantity(ours)
         table.add_row(label, f"{before:.{digits}f}", f"{after:.{digits}f}", f"{after / before:.3f}")
 
-    compare(
-        f"training loss, last {LAST_STEPS} steps", lambda run: float(np.mean(run.training[-LAST_STEPS:])), 3
-    )
+    compare(f"training loss, last {LAST_STEPS} steps", lambda run: final_loss(run.training), 3)
     compare("validation loss", lambda run: run.validation[-1][1], 3)
     compare("saved for the backward, MiB", lambda run: run.memory.saved_bytes / MIB, 2)
     compare("measured peak, MiB", lambda run: run.memory.peak_bytes / MIB, 2)

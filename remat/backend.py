@@ -33,7 +33,7 @@ def remat(
     if mode is not None and mode not in torch_internals.known_modes():
         raise SettingError(f"mode={mode!r} is not allowed: one of {', '.join(torch_internals.known_modes())}")
     patches = torch_internals.inductor_patches(mode, rest)
-    patches["custom_partitioner_fn"] = Partitioner(resolved)
+    patches["custom_partitioner_fn"] = Partitioner(resolved.for_compiled_code())
     graph = session.graph_hash(gm, example_inputs, (resolved.cache_key(), sorted(map(repr, patches.items()))))
     with session.compiling(graph, resolved) as compilation, ExitStack() as stack:
         bypass = resolved.inner == "eager" or resolved.check or resolved.dump is not None
@@ -56,7 +56,7 @@ def _keep_summaries(compilation: session.Session) -> None:
         session.remember(compilation)
         return
     for summary in session.recall(compilation):
-        session.record(summary, compilation.settings)
+        session.record(summary)
 
 
 def _inner_compiler(

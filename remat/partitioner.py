@@ -80,10 +80,10 @@ class Partitioner(torch_internals.CustomPartitionerFn):
             if self.settings.strict:
                 raise
             reason = f"{type(error).__name__}: {error}"
-            session.record(PlanSummary(graph, "fallback", reason=reason), self.settings)
+            session.record(PlanSummary(graph, "fallback", reason=reason))
             copy = copy_graph(joint, self.settings).module
             return torch_internals.partition_with_torch(copy, joint_inputs, keywords)
-        session.record(decision.summary, self.settings)
+        session.record(decision.summary)
         if self.settings.dump:
             dump(decision, Path(self.settings.dump))
         return decision.partition.forward, decision.partition.backward

@@ -17,7 +17,6 @@ from remat import ops
 from remat.costs import MIB, Costs
 from remat.plans import Candidate
 from remat.rules import Rules
-from remat.settings import Settings
 
 logger = logging.getLogger("remat")
 
@@ -119,13 +118,13 @@ def _saved_value(node: fx.Node, costs: Costs, rules: Rules) -> SavedValue:
     return SavedValue(node.name, ops.name(node), cost_model.saved_bytes(node), reason, ops.user_source(node))
 
 
-def show(summary: PlanSummary, settings: Settings) -> None:
+def show(summary: PlanSummary, log: str) -> None:
     """Print as much as the setting `log` asks for, on stderr."""
-    if settings.log == "warn":
+    if log == "warn":
         logger.debug("%s", summary.line())
         return
     print(summary.line(), file=sys.stderr)
-    if settings.log == "values" and summary.saved:
+    if log == "values" and summary.saved:
         table = Table("saved value", "operator", "bytes", "why", "source")
         for value in summary.saved:
             table.add_row(value.name, value.operator, f"{value.bytes:,}", value.reason, value.source)

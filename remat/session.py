@@ -54,7 +54,7 @@ def summaries() -> tuple[PlanSummary, ...]:
     return tuple(_SUMMARIES)
 
 
-def record(summary: PlanSummary, settings: Settings) -> None:
+def record(summary: PlanSummary) -> None:
     """Note a summary and show it; a fallback also warns, from a warm cache too."""
     _SUMMARIES.append(summary)
     if summary.origin == "fallback":
@@ -63,10 +63,10 @@ def record(summary: PlanSummary, settings: Settings) -> None:
             RematWarning,
             stacklevel=2,
         )
-    report.show(summary, settings)
     session = current()
     if session is not None:
         session.summaries.append(summary)
+        report.show(summary, session.settings.log)
 
 
 @contextmanager

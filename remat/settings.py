@@ -48,6 +48,11 @@ class Settings:
         defaults = Settings()
         return all(getattr(self, name) == getattr(defaults, name) for name in WEIGHTS)
 
+    def for_compiled_code(self) -> Settings:
+        """These settings with what changes no compiled code at its default: the compile cache pickles them whole."""
+        free = {row.name: row.default for row in TABLE if not row.in_cache_key}
+        return dataclasses.replace(self, **free)
+
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
         """The settings that change the compiled code or whether it may exist, for the compile cache's key."""
         return tuple((row.name, getattr(self, row.name)) for row in TABLE if row.in_cache_key)
