@@ -12,6 +12,7 @@ from remat.joint import JointGraph
 from remat.passes.normalize import common_subexpressions, copy_graph, dead_code
 from remat.passes.partition import Partition
 from remat.passes.reorder import order_backward, raise_items
+from remat.passes.snapshot import snapshot_written_inputs
 from remat.passes.split import split
 from remat.passes.tags import forced_saves
 from remat.passes.verify import verify
@@ -22,7 +23,13 @@ from remat.settings import Settings
 Preparation = Callable[[JointGraph, Settings], JointGraph]
 Rewriting = Callable[[Partition, Plan], Partition]
 
-PREPARE: Final[tuple[Preparation, ...]] = (copy_graph, dead_code, common_subexpressions, forced_saves)
+PREPARE: Final[tuple[Preparation, ...]] = (
+    copy_graph,
+    dead_code,
+    common_subexpressions,
+    snapshot_written_inputs,
+    forced_saves,
+)
 REWRITE: Final[tuple[Rewriting, ...]] = (order_backward, raise_items)
 
 

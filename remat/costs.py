@@ -1,9 +1,9 @@
 """What saving and recomputing cost: bytes by storage, seconds by a roofline.
 
 Seconds of one node: the largest of its FLOPs over the device's rate, the bytes it moves over the bandwidth, and
-its pointwise results over their rate, plus a launch (Williams et al., "Roofline", CACM 2009). What a node moves
-depends on who runs the graph: op by op it reads its arguments and writes its result; under Inductor a pointwise
-node lives inside the kernel of its consumer and moves nothing by itself.
+its pointwise results over their rate, plus a launch (Williams et al., "Roofline", CACM 2009). A pointwise node lives
+inside the kernel of its consumer and moves nothing by itself, as under Inductor. The prices are the same when the
+graphs run op by op, so that `inner` does not change the plan it is meant to debug.
 """
 
 from __future__ import annotations
@@ -116,16 +116,11 @@ def _hinted(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Prices of the nodes of one joint graph, on one device, for one way of running it."""
+    """Prices of the nodes of one joint graph on one device."""
 
     joint: JointGraph
     device: Device
     settings: Settings
-
-    @property
-    def fused(self) -> bool:
-        """Whether Inductor runs the graphs, so that pointwise chains cost no traffic."""
-        return self.settings.inner == "inductor"
 
     @cached_property
     def launch_seconds(self) -> float:
@@ -144,7 +139,7 @@ class Costs:
         return {node: count for node, count in counted.items() if count}
 
     def run_seconds(self, node: fx.Node) -> float:
-        """Running this node once more in the backward; 0 for what Inductor or views make free."""
+        """Running this node once more in the backward; 0 for what is free, such as a view."""
         kind = ops.kind(node)
         if ops.is_item(node) or kind in (Kind.INPUT, Kind.CONSTANT, Kind.VIEW, Kind.SYMBOLIC):
             return 0.0
@@ -155,7 +150,7 @@ class Costs:
     def _moved_bytes(self, node: fx.Node, kind: Kind) -> int:
         result = tensor_bytes(node.meta.get("val"))
         arguments = sum(tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes)
-        if not self.fused or kind in (Kind.CONTRACTION, Kind.EXTERN):
+        if kind in (Kind.CONTRACTION, Kind.EXTERN):
             return result + arguments
         if kind is Kind.REDUCTION:
             return result + max((tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes), default=0)
@@ -174,7 +169,7 @@ class Costs:
         return count / rate
 
     def _adds_kernel(self, node: fx.Node, kind: Kind) -> bool:
-        if not self.fused or kind in (Kind.CONTRACTION, Kind.EXTERN, Kind.REDUCTION):
+        if kind in (Kind.CONTRACTION, Kind.EXTERN, Kind.REDUCTION):
             return True
         return self.materialized_in_backward(node)
 
@@ -187,7 +182,7 @@ class Costs:
     def written_in_forward(self, node: fx.Node) -> bool:
         """Whether the forward writes this value to memory even if nobody saves it."""
         base = ops.view_base(node)
-        if not self.fused or ops.kind(base) is not Kind.POINTWISE or base in self._forward_outputs:
+        if ops.kind(base) is not Kind.POINTWISE or base in self._forward_outputs:
             return True
         readers = [user for user in self.readers(base) if user in self.joint.required_forward]
         return any(not ops.is_fusible(base, user) for user in readers)

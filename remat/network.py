@@ -89,7 +89,7 @@ def build(joint: JointGraph, rules: Rules, save_price: Price, recompute_price: P
             continue
         inside, outside = (joint.index[node], Port.IN), (joint.index[node], Port.OUT)
         _arc(graph, SOURCE, inside, rules.no_recompute.get(node), recompute_price(node), "recompute")
-        _arc(graph, inside, outside, rules.no_save.get(node), save_price(node), "save")
+        _arc(graph, inside, outside, rules.no_save.get(node) or rules.unwise.get(node), save_price(node), "save")
         graph[inside][outside]["bytes"] = saved_bytes(node)
         for user in node.users:
             if user in needed and user not in joint.tangent_closure:

@@ -113,7 +113,7 @@ class Planner:
             self.costs.recompute_price(node) for node in plan.backward if node in forward
         )
         count_bytes = sum(cost_model.saved_bytes(node) for node in plan.saved)
-        return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, self.costs.fused)
+        return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, self.settings.inner == "inductor")
 
     def torch_default(self) -> Candidate:
         """What PyTorch's partitioner saves at its budget 1.0.
