@@ -25,7 +25,10 @@ def order_backward(partition: Partition, plan: Plan) -> Partition:
         if node is None or node in built:
             continue  # dead in this graph, or passed in as a saved value
         built[node] = graph.node_copy(node, built.__getitem__)
-    missing = [n.name for n in old.nodes if n not in built and n.op != "output"]
+    # The extraction keeps every random-tagged operator that it could run, used or not; what the plan does not run is
+    # dropped, but never a node that must run in the backward.
+    closure = {node.name for node in plan.joint.tangent_closure}
+    missing = [n.name for n in old.nodes if n not in built and n.op != "output" and n.name in closure]
     if missing:
         raise InvalidPlan(f"the schedule leaves out {', '.join(missing[:5])} of the backward graph")
     output = graph.node_copy(old.output_node(), built.__getitem__)
