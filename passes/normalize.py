@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+
+from torch import fx
 
 from remat import torch_internals
 from remat.joint import JointGraph
@@ -15,7 +16,11 @@ def copy_graph(joint: JointGraph, settings: Settings) -> JointGraph:
 
     Deep-copying the module fails where constants were lifted (T5, Whisper); its graph can always be copied.
     """
-    graph = copy.deepcopy(joint.module.graph)
+    old = joint.module.graph
+    graph = fx.Graph()
+    results = graph.graph_copy(old, {})
+    output = graph.output(results)
+    output.meta = dict(old.output_node().meta)
     return replace(joint, module=torch_internals.make_module(joint.module, graph))
 
 

@@ -73,7 +73,8 @@ def assert_gradients(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", SMALL)
+# Not bert: among its inputs are token types, for which the random integers of these inputs are too large.
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "bert"])
 def test_every_plan_equals_the_whole_joint_graph_to_the_bit(name: str, plan: str) -> None:
     joint, truth = captured(name)
     planner = planner_of(joint, Settings(inner="eager", strict=True, **PLANS[plan]))
