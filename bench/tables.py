@@ -1,7 +1,7 @@
 """Results as Markdown tables in README.md, between `<!-- table:NAME -->` and `<!-- /table:NAME -->`.
 
 NAME is that of a file `bench/results/NAME.json`, or `NAME@INNER` for its rows run by one executor (`inductor`
-or `eager`); rows without an executor, such as eager ones, belong to both.
+or `eager`); rows without an executor, such as eager ones, belong to both. NAME `flags` is the table of settings.
 
     python -m bench.tables --write      put the current results into the README
     python -m bench.tables --check      exit with status 1 if the README shows others
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench import results
 from bench.results import Row
+from remat import settings
 
 MARKED = re.compile(r"<!-- table:([\w@-]+) -->\n.*?<!-- /table:\1 -->", re.DOTALL)
 
@@ -82,17 +83,26 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [heading, rule, *body])
 
 
+def ran_on(rows: Sequence[Row]) -> str:
+    """What the rows ran on, and the command that made them."""
+    places = sorted({f"torch {row.torch}, {row.device}" for row in rows})
+    commands = sorted({f"`{row.command}`" for row in rows})
+    return f"Ran on {'; '.join(places)}. Made by {', '.join(commands)}."
+
+
 def rendered(document: str, folder: Path = results.RESULTS) -> str:
     """`document` with every marked table replaced by the current one."""
 
     def table(match: re.Match[str]) -> str:
         name = match[1]
+        if name == "flags":
+            return f"<!-- table:flags -->\n\n{settings.markdown()}\n\n<!-- /table:flags -->"
         stem, _, inner = name.partition("@")
         rows = results.read_rows(folder / f"{stem}.json")
         selected = [row for row in rows if not inner or row.extra.get("inner") in (None, inner)]
         if not selected:
             raise FileNotFoundError(f"no results for the table {name} in {folder.name}/{stem}.json")
-        return f"<!-- table:{name} -->\n\n{markdown(selected)}\n\n<!-- /table:{name} -->"
+        return f"<!-- table:{name} -->\n\n{markdown(selected)}\n\n{ran_on(selected)}\n\n<!-- /table:{name} -->"
 
     return MARKED.sub(table, document)
 

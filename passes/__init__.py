@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from remat.joint import JointGraph
+from remat.passes.backward_writes import writes_to_forward_outputs
 from remat.passes.normalize import common_subexpressions, copy_graph, dead_code
 from remat.passes.partition import Partition
 from remat.passes.reorder import order_backward, raise_items
@@ -27,6 +28,7 @@ PREPARE: Final[tuple[Preparation, ...]] = (
     copy_graph,
     dead_code,
     common_subexpressions,
+    writes_to_forward_outputs,
     snapshot_written_inputs,
     forced_saves,
 )

@@ -23,8 +23,9 @@ from remat.joint import JointGraph
 from remat.ops import Kind
 from remat.settings import Settings
 
-# For sizes that nobody knows at compile time (data-dependent): the value torch's partitioner takes.
-UNKNOWN_SIZE: Final = 4096
+# What a symbolic size counts as. Most prices scale alike in it, so its value decides little; it is larger than the
+# constants it meets (heads, groups), and it is the same in every process, as the sizes at hand are not.
+NOMINAL_SIZE: Final = 1024
 FEMTOSECONDS: Final = 10**15
 MIB: Final = 2**20
 
@@ -39,8 +40,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def elements(tensor: torch.Tensor) -> int:
-    """Number of elements; symbolic sizes by their hint."""
-    return torch_internals.size_hint(tensor.numel(), UNKNOWN_SIZE)
+    """Number of elements; symbolic sizes at their nominal value."""
+    return torch_internals.nominal_size(tensor.numel(), NOMINAL_SIZE)
 
 
 def tensor_bytes(value: Any) -> int:
@@ -91,7 +92,7 @@ def _sizes(value: Any) -> Any:
     if isinstance(value, fx.Node):
         tensor = value.meta.get("val")
         if isinstance(tensor, torch.Tensor):
-            return [torch_internals.size_hint(size, UNKNOWN_SIZE) for size in tensor.shape]
+            return [torch_internals.nominal_size(size, NOMINAL_SIZE) for size in tensor.shape]
     return value
 
 
@@ -104,13 +105,13 @@ def _hinted(value: Any) -> Any:
         return torch.empty(_sizes(value), dtype=result.dtype, device="meta")
     if isinstance(result, list | tuple):
         return type(result)(
-            torch.empty([torch_internals.size_hint(s, UNKNOWN_SIZE) for s in item.shape], device="meta")
+            torch.empty([torch_internals.nominal_size(s, NOMINAL_SIZE) for s in item.shape], device="meta")
             if isinstance(item, torch.Tensor)
             else item
             for item in result
         )
     if torch_internals.is_sym_node(value):
-        return torch_internals.size_hint(result, UNKNOWN_SIZE)
+        return torch_internals.nominal_size(result, NOMINAL_SIZE) if isinstance(result, int | torch.SymInt) else result
     return result
 
 

@@ -128,6 +128,13 @@ class JointGraph:
         )
 
     @cached_property
+    def written_in_backward(self) -> frozenset[Node]:
+        """Values of the forward whose memory the backward writes: the caller holds it, so no copy will do."""
+        writes = [n for n in self.nodes if n in self.tangent_closure and n.op == "call_function" and ops.is_mutating(n)]
+        bases = {ops.view_base(argument) for node in writes for argument in _written_arguments(node)}
+        return frozenset(base for base in bases if base not in self.tangent_closure and base.op != "placeholder")
+
+    @cached_property
     def written_primals(self) -> dict[Node, Node | None]:
         """Primals that the forward writes, each with the node that writes it (None: AOTAutograd, afterwards).
 

@@ -121,7 +121,7 @@ class Planner:
         Of a view the base is saved, whose memory it is; constants, which it keeps too, are made again.
         """
         saved = torch_internals.default_cut(
-            self.joint.module, self.joint.num_fwd_outputs, self.joint.static_indices
+            self.joint.module, self.joint.num_fwd_outputs, self.joint.static_indices, cost_model.NOMINAL_SIZE
         )
         bases = [ops.view_base(node) for node in saved]
         return self.candidate([base for base in bases if ops.kind(base) is not ops.Kind.FACTORY], "torch")

@@ -38,6 +38,8 @@ def make_rules(joint: JointGraph, settings: Settings) -> Rules:
         if node in joint.tangent_closure:
             continue
         reason = _why_not_recompute(node, settings)
+        if node in joint.written_in_backward:
+            reason = reason or "the backward writes into its memory"
         if reason:
             no_recompute[node] = reason
         reason = _why_not_save(node, joint, no_recompute)

@@ -7,11 +7,14 @@ not by version number.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
@@ -152,15 +155,28 @@ def current_grad_and_autocast() -> str:
 # --- sizes ---------------------------------------------------------------------------------------------------
 
 
-def size_hint(size: Any, fallback: int) -> int:
-    """A concrete number for a possibly symbolic size, without adding a guard."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(torch.fx.experimental.symbolic_shapes, "optimization_hint", None)
-    if hint is not None:
-        return int(hint(size, fallback=fallback))
-    hinted = size.node.hint if size.node.has_hint() else fallback  # torch < 2.12
-    return int(hinted)
+def nominal_size(size: int | torch.SymInt, nominal: int) -> int:
+    """A concrete number for a possibly symbolic size: `nominal` for every symbol in it. Adds no guard.
+
+    Not the size at hand: a plan must be the same whatever sizes a process happens to meet first.
+    """
+    return size if isinstance(size, int) else _evaluated(size.node.expr, nominal)
+
+
+@functools.cache
+def _evaluated(expression: Any, nominal: int) -> int:
+    if isinstance(expression, int):
+        return expression
+    return max(int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(nominal)))), 0)
+
+
+@contextlib.contextmanager
+def _nominal_sizes(nominal: int) -> Iterator[None]:
+    """Let torch's partitioner size values as remat does."""
+    name = "optimization_hint" if hasattr(partitioners, "optimization_hint") else "hint_int"
+    sized = mock.patch.object(partitioners, name, lambda size, *_, **__: nominal_size(size, nominal))
+    with sized if hasattr(partitioners, name) else contextlib.nullcontext():
+        yield
 
 
 # --- partitioning --------------------------------------------------------------------------------------------
@@ -187,7 +203,9 @@ def apply_forced_saves(module: fx.GraphModule) -> None:
             mark(module)
 
 
-def default_cut(module: fx.GraphModule, num_fwd_outputs: int, static_indices: Sequence[int]) -> list[fx.Node]:
+def default_cut(
+    module: fx.GraphModule, num_fwd_outputs: int, static_indices: Sequence[int], nominal: int
+) -> list[fx.Node]:
     """The values that PyTorch's own partitioner saves at its budget 1.0 (symbolic ones included)."""
     info = partitioners.classify_nodes(module, list(static_indices), num_fwd_outputs)
     if not info.required_bw_nodes:
@@ -199,7 +217,8 @@ def default_cut(module: fx.GraphModule, num_fwd_outputs: int, static_indices: Se
             node.dist_from_bw = 0
         else:
             node.dist_from_bw = min((user.dist_from_bw + 1 for user in node.users), default=int(1e9))
-    return list(partitioners.choose_saved_values_set(module.graph, info, memory_budget=1))
+    with _nominal_sizes(nominal):
+        return list(partitioners.choose_saved_values_set(module.graph, info, memory_budget=1))
 
 
 def extract(
@@ -243,6 +262,18 @@ def partition_with_torch(
 def written_input(description: Any) -> Any | None:
     """For the description of a forward output: the input that it replaces after the call, or None."""
     return description.mutated_input if isinstance(description, InputMutationAOTOutput) else None
+
+
+def order_into_backward(node: fx.Node) -> None:
+    """Tag a node so that torch's extraction puts it into the backward."""
+    node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def was_in_place(node: fx.Node) -> bool:
+    """Whether the user's operator behind this functional node wrote its first argument (`add_`)."""
+    sources = node.meta.get("from_node") or ()
+    names = [source.name.rstrip("0123456789") for source in sources]
+    return any(name.endswith("_") and not name.startswith("__") for name in names)
 
 
 def has_unbacked_bindings(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat import ops, torch_internals
+from remat import ops
 from remat.costs import saved_bytes
 from remat.eager import OpByOp
 from remat.joint import JointGraph
@@ -42,8 +42,13 @@ class Choice:
         return kept + sum(recompute_price(node) for node in self.recomputed)
 
 
-def all_choices(joint: JointGraph, rules: Rules, limit: int = 300_000) -> Iterator[Choice]:
-    """Every choice that the rules allow, each once. More than `limit` of them is an error of the test."""
+def all_choices(
+    joint: JointGraph, rules: Rules, *, unwise: bool = False, limit: int = 300_000
+) -> Iterator[Choice]:
+    """Every choice that the rules allow, each once; those a solver leaves out as unwise only where asked for.
+
+    More than `limit` of them is an error of the test.
+    """
     candidates = [node for node in reversed(joint.nodes) if node not in joint.tangent_closure]
     stack: list[tuple[int, frozenset[fx.Node], frozenset[fx.Node], frozenset[fx.Node]]] = [
         (0, frozenset(joint.needed_by_backward), frozenset(), frozenset())
@@ -59,7 +64,7 @@ def all_choices(joint: JointGraph, rules: Rules, limit: int = 300_000) -> Iterat
             yield Choice(saved, recomputed)
             continue
         node = candidates[position]
-        if node not in rules.no_save:
+        if node not in rules.no_save and (unwise or node not in rules.unwise):
             stack.append((position + 1, wanted, saved | {node}, recomputed))
         if node not in rules.no_recompute:
             needs = wanted | frozenset(node.all_input_nodes)
@@ -162,13 +167,17 @@ class Results:
     gradients: list[Any]
 
 
+def concrete(size: Any) -> int:
+    """The size at hand when the graph was captured."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def example(node: fx.Node) -> Any:
     """A random value of a placeholder's metadata; small integers, so that they serve as indices."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
-        return torch_internals.size_hint(value, 4)
-    size = [torch_internals.size_hint(extent, 4) for extent in value.shape]
-    stride = [torch_internals.size_hint(extent, 4) for extent in value.stride()]
+        return concrete(value)
+    size, stride = [concrete(extent) for extent in value.shape], [concrete(extent) for extent in value.stride()]
     result = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
     return result.normal_() if value.dtype.is_floating_point else result.random_(0, 4)
 

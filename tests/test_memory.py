@@ -118,7 +118,8 @@ def test_simulated_bytes_are_the_allocators_after_every_operator_and_at_the_peak
         truth = measure(passes.rewrite(plan, planner.rules), planner.joint)
         assert timeline.saved_bytes == truth.saved_bytes
         simulated = predicted(timeline)
-        wrong = {key: (simulated.get(key), true) for key, true in truth.alive_bytes.items() if simulated.get(key) != true}
+        assert simulated.keys() == truth.alive_bytes.keys()
+        wrong = {key: (simulated[key], true) for key, true in truth.alive_bytes.items() if simulated[key] != true}
         assert wrong == {}
         assert timeline.peak_bytes == max(truth.alive_bytes.values())
         if name not in HAVE_SCRATCH:

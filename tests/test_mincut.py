@@ -7,21 +7,19 @@ import os
 import random
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import networkx as nx
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from remat.costs import saved_bytes
 from remat.errors import UnsatisfiableCut
 from remat.mincut import CutSolver
 from remat.network import SINK, SOURCE, FlowNetwork, Port, build, needed_values
+from remat.plans import Planner
 from remat.rules import Rules
-from remat.settings import Settings
 from tests import checks, graphs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,10 +100,11 @@ def test_network_holds_both_prices_of_each_value_and_leaves_out_what_a_rule_forb
         inside, outside = (joint.index[node], Port.IN), (joint.index[node], Port.OUT)
         again, save = graph[SOURCE][inside], graph[inside][outside]
         assert again.get("capacity") == (None if node in rules.no_recompute else costs.recompute_price(node))
-        assert save.get("capacity") == (None if node in rules.no_save else costs.save_price(node))
+        unsaved = rules.no_save | rules.unwise
+        assert save.get("capacity") == (None if node in unsaved else costs.save_price(node))
         assert save["bytes"] == saved_bytes(node)
         assert rules.no_recompute.get(node, "price to recompute") in again["reason"]
-        assert rules.no_save.get(node, "price to save") in save["reason"]
+        assert unsaved.get(node, "price to save") in save["reason"]
     assert all(isinstance(c, int) and c >= 0 for _, _, c in graph.edges(data="capacity") if c is not None)
 
 
@@ -124,17 +123,17 @@ def test_saved_bytes_never_grow_with_the_price_of_a_byte():
 # --- no finite cut -----------------------------------------------------------------------------------------------
 
 
-def exp_twice(x: Tensor, w: Tensor) -> Tensor:
-    return torch.exp(torch.exp(x @ w))  # the line that the message names
+def exp_of_product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.sin(torch.exp(x @ w))  # the line that the message names
 
 
-def exp_must_be_recomputed(x: Tensor, w: Tensor) -> Tensor:
-    def policy(context: object, operator: object, *args: object, **keywords: object) -> CheckpointPolicy:
-        is_exp = operator is torch.ops.aten.exp.default
-        return CheckpointPolicy.MUST_RECOMPUTE if is_exp else CheckpointPolicy.PREFER_SAVE
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    return torch.sin(checkpoint(exp_twice, torch.sin(x), w, use_reentrant=False, context_fn=contexts))
+@pytest.fixture(scope="module")
+def conflicting() -> tuple[Planner, Rules]:
+    """The backward reads `exp`, which two rules forbid."""
+    planner = graphs.planner_of(graphs.joint_of(exp_of_product, graphs.leaf(4, 4), graphs.leaf(4, 4)))
+    exp = planner.joint.by_name["exp"]
+    rules = planner.rules
+    return planner, Rules(rules.no_recompute | {exp: "it counts its calls"}, rules.no_save | {exp: "it is secret"})
 
 
 def line_of(marker: str) -> str:
@@ -143,21 +142,31 @@ def line_of(marker: str) -> str:
     return f"{Path(__file__).name}:{number}"
 
 
-def test_conflict_of_two_rules_is_told_with_both_the_node_and_the_users_line():
-    arguments = (graphs.leaf(4, 4), graphs.leaf(4, 4))
-    joint = graphs.joint_of(exp_must_be_recomputed, *arguments)
-    graphs.planner_of(joint).smallest()  # possible until the user also forbids to recompute
-    planner = graphs.planner_of(joint, Settings(save_ops=("aten.exp",)))
+def test_conflict_of_two_rules_is_told_with_both_the_node_and_the_users_line(conflicting: tuple[Planner, Rules]):
+    planner, rules = conflicting
+    network = build(planner.joint, rules, planner.costs.save_price, planner.costs.recompute_price)
     with pytest.raises(UnsatisfiableCut) as caught:
-        planner.cut(0)
+        CutSolver(network).minimum_cut()
     message = str(caught.value)
     assert "exp (aten.exp.default)" in message
-    assert "named in save_ops" in message
-    assert "checkpoint policy: recompute" in message
+    assert "may not recompute: it counts its calls" in message
+    assert "may not save: it is secret" in message
+    assert "read by the backward" in message
     assert line_of("# the line that the message names") in message
-    assert "torch.exp(torch.exp(x @ w))" in message
+    assert "torch.sin(torch.exp(x @ w))" in message
     # nothing that is not part of the conflict
-    assert "sin" not in message
+    assert "primals" not in message
+    assert "mm" not in message
+
+
+def test_either_rule_alone_is_no_conflict(conflicting: tuple[Planner, Rules]):
+    planner, rules = conflicting
+    exp = planner.joint.by_name["exp"]
+    for one in (Rules(rules.no_recompute, planner.rules.no_save), Rules(planner.rules.no_recompute, rules.no_save)):
+        network = build(planner.joint, one, planner.costs.save_price, planner.costs.recompute_price)
+        cut = CutSolver(network).minimum_cut()
+        checks.check_cut(network, one, cut)
+        assert (planner.joint.index[exp] in cut.saved()) == (exp in one.no_recompute)
 
 
 def test_conflict_over_several_nodes_tells_each_of_them_in_order():
@@ -174,19 +183,19 @@ def test_conflict_over_several_nodes_tells_each_of_them_in_order():
     with pytest.raises(UnsatisfiableCut) as caught:
         CutSolver(build(joint, rules, lambda node: 1, lambda node: 1)).minimum_cut()
     message = str(caught.value)
-    parts = ["cumsum", "it has an effect", "it is too large", "exp", "needs cumsum", "it is secret", "read by the backward"]
-    assert [message.count(part) for part in parts[1:3] + parts[4:]] == [1] * 5
-    assert [message.index(part) for part in parts] == sorted(message.index(part) for part in parts)
+    parts = ["it has an effect", "it is too large", "needs cumsum", "it is secret", "read by the backward"]
+    assert [message.count(part) for part in parts] == [1] * 5
+    places = [message.index(part) for part in ["cumsum", *parts[:2], "exp", *parts[2:]]]
+    assert places == sorted(places)
     assert message.count(f"{Path(__file__).name}:") == 2
 
 
-def test_conflict_is_refused_at_every_price():
-    planner = graphs.planner_of(
-        graphs.joint_of(exp_must_be_recomputed, graphs.leaf(4, 4), graphs.leaf(4, 4)), Settings(save_ops=("aten.exp",))
-    )
+def test_conflict_is_refused_at_every_price(conflicting: tuple[Planner, Rules]):
+    planner, rules = conflicting
+    solver = CutSolver(build(planner.joint, rules, planner.costs.save_price, planner.costs.recompute_price))
     for price in BYTE_PRICES:
         with pytest.raises(UnsatisfiableCut):
-            planner.cut(price)
+            solver.minimum_cut(price)
 
 
 # --- determinism -------------------------------------------------------------------------------------------------

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from remat import passes
 from remat.costs import FEMTOSECONDS
 from remat.costs import saved_bytes as bytes_of
 from remat.errors import BudgetUnreachable, InvalidPlan, RematWarning
+from remat.joint import JointGraph
 from remat.memory import simulate
 from remat.plan import Plan, make_plan
 from remat.plans import Candidate, Planner
@@ -181,7 +184,9 @@ def test_min_saves_no_more_than_any_other_plan(name: str):
 def test_min_saves_the_fewest_bytes_of_all_plans_and_is_the_fastest_of_those(name: str):
     planner = with_settings(name)
     choices = list(checks.all_choices(planner.joint, planner.rules))
+    everything = checks.all_choices(planner.joint, planner.rules, unwise=True)
     fewest = min(choice.cost(bytes_of, lambda node: 0) for choice in choices)
+    assert fewest == min(choice.cost(bytes_of, lambda node: 0) for choice in everything)
     least = min(
         choice.cost(planner.costs.save_price, planner.costs.recompute_price)
         for choice in choices
@@ -272,6 +277,75 @@ def test_every_plan_gives_the_joint_graphs_outputs_gradients_and_buffers_to_the_
         partition = passes.rewrite(plan, planner.rules)
         checks.check_reads(partition, joint)
         checks.check_same_bits(checks.run_partition(partition, joint), truth)
+
+
+def test_every_plan_of_a_graph_with_symbolic_sizes_passes_the_sizes_that_the_backward_needs():
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.exp(torch.cat([x, x[:1], x.sin()]) @ w)
+        return torch.sigmoid(y).reshape(-1, 2).sum(1) * (y.shape[0] + x.shape[1])
+
+    joint = graphs.joint_of(run, graphs.leaf(5, 8), graphs.leaf(8, 6), dynamic=True)
+    planner = graphs.planner_of(joint)
+    truth = checks.run_joint(joint)
+    passed = set()
+    candidates = [planner.choose()[0], planner.smallest(), planner.random(0)]
+    for plan in [*(candidate.plan for candidate in candidates), *(drawn_plan(planner, seed) for seed in range(5))]:
+        partition = passes.rewrite(plan, planner.rules)
+        checks.check_reads(partition, planner.joint)
+        checks.check_same_bits(checks.run_partition(partition, planner.joint), truth)
+        passed.add(partition.num_sizes)
+    assert max(passed) > 0
+
+
+# --- the user's own policy ---------------------------------------------------------------------------------------
+
+
+def under_policy(policy: CheckpointPolicy) -> JointGraph:
+    """exp under the policy, in a region whose other operators the plan is free to save or recompute."""
+
+    def decide(context: object, operator: object, *args: object, **keywords: object) -> CheckpointPolicy:
+        return policy if operator is torch.ops.aten.exp.default else CheckpointPolicy.PREFER_SAVE
+
+    def region(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sin(torch.exp((x @ w).cumsum(0)))
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, decide)
+        return torch.sigmoid(checkpoint(region, torch.cos(x), w, use_reentrant=False, context_fn=contexts))
+
+    return graphs.joint_of(run, graphs.leaf(8, 8), graphs.leaf(8, 8))
+
+
+def all_plans(planner: Planner) -> list[Plan]:
+    candidates = [planner.choose()[0], planner.smallest(), planner.cut(0), *map(planner.random, range(8))]
+    return [candidate.plan for candidate in candidates]
+
+
+def test_operator_that_the_policy_must_save_is_saved_under_every_plan():
+    planner = graphs.planner_of(under_policy(CheckpointPolicy.MUST_SAVE))
+    for plan in all_plans(planner):
+        assert "exp" in names(plan)
+        assert "exp" not in [node.name for node in plan.recomputed]
+
+
+def test_operator_that_the_policy_must_recompute_is_recomputed_under_every_plan():
+    planner = graphs.planner_of(under_policy(CheckpointPolicy.MUST_RECOMPUTE))
+    for plan in all_plans(planner):
+        assert "exp" not in names(plan)
+        assert "exp" in [node.name for node in plan.recomputed]
+
+
+def test_plain_checkpoint_recomputes_its_region_and_keeps_what_enters_it():
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sigmoid(checkpoint(exp_chain, torch.cos(x), w, use_reentrant=False))
+
+    def exp_chain(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(torch.exp(x @ w).cumsum(0)).sum(1)
+
+    planner = graphs.planner_of(graphs.joint_of(run, graphs.leaf(8, 8), graphs.leaf(8, 8)))
+    plan = planner.choose()[0].plan
+    assert not {"mm", "exp", "cumsum", "tanh"} & set(names(plan))
+    assert {"mm", "exp", "cumsum", "tanh"} <= {node.name for node in plan.recomputed}
 
 
 def test_copy_of_an_input_that_the_forward_then_writes_is_kept_for_the_backward():
