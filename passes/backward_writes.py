@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,8 +28,10 @@ def writes_to_forward_outputs(joint: JointGraph, settings: Settings) -> JointGra
             write = graph.call_function(torch.ops.aten.copy_.default, (first, last))
         write.meta = {"val": first.meta["val"], "stack_trace": last.meta.get("stack_trace")}
         torch_internals.order_into_backward(write)
-        forward, backward = joint.outputs[: joint.num_fwd_outputs], joint.outputs[joint.num_fwd_outputs :]
-        output.update_arg(0, (*(first if value is last else value for value in forward), *backward))
+        results: list[Any] = list(joint.outputs)
+        for position in range(joint.num_fwd_outputs):
+            results[position] = first if results[position] is last else results[position]
+        output.args = (tuple(results),)
         joint = replace(joint)
     return joint
 

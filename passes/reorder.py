@@ -1,7 +1,8 @@
-"""Write a plan's schedule into the backward graph."""
+"""Write a plan's schedule into the two graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from torch import fx
@@ -12,28 +13,39 @@ from remat.passes.partition import Partition
 from remat.plan import Plan
 
 
+def order_forward(partition: Partition, plan: Plan) -> Partition:
+    """Rebuild the forward in the plan's order."""
+    return replace(partition, forward=_rebuilt(partition.forward, plan.forward, plan.joint.required_forward))
+
+
 def order_backward(partition: Partition, plan: Plan) -> Partition:
-    """Rebuild the backward in the plan's order. Nodes keep their names, so that the verifier can compare."""
-    old = partition.backward.graph
+    """Rebuild the backward in the plan's order."""
+    return replace(partition, backward=_rebuilt(partition.backward, plan.backward, plan.joint.tangent_closure))
+
+
+def _rebuilt(module: fx.GraphModule, order: Sequence[fx.Node], required: Set[fx.Node]) -> fx.GraphModule:
+    """The same graph in another order. Nodes keep their names, so that the verifier can compare.
+
+    The extraction keeps every random-tagged operator that it could run, used or not: what the plan does not run is
+    dropped, but never a node that this half must run.
+    """
+    old = module.graph
     by_name = {node.name: node for node in old.nodes}
     graph = fx.Graph()
     built: dict[fx.Node, fx.Node] = {}
     for node in old.find_nodes(op="placeholder"):
         built[node] = graph.node_copy(node, built.__getitem__)
-    for planned in plan.backward:
-        node = by_name.get(planned.name)
-        if node is None or node in built:
-            continue  # dead in this graph, or passed in as a saved value
-        built[node] = graph.node_copy(node, built.__getitem__)
-    # The extraction keeps every random-tagged operator that it could run, used or not; what the plan does not run is
-    # dropped, but never a node that must run in the backward.
-    closure = {node.name for node in plan.joint.tangent_closure}
-    missing = [n.name for n in old.nodes if n not in built and n.op != "output" and n.name in closure]
+    for planned in order:
+        found = by_name.get(planned.name)
+        if found is not None and found not in built:  # else it is dead in this graph, or passed in as a saved value
+            built[found] = graph.node_copy(found, built.__getitem__)
+    must = {node.name for node in required}
+    missing = [n.name for n in old.nodes if n not in built and n.op != "output" and n.name in must]
     if missing:
-        raise InvalidPlan(f"the schedule leaves out {', '.join(missing[:5])} of the backward graph")
+        raise InvalidPlan(f"the schedule leaves out {', '.join(missing[:5])}")
     output = graph.node_copy(old.output_node(), built.__getitem__)
     output.meta = dict(old.output_node().meta)
-    return replace(partition, backward=torch_internals.make_module(partition.backward, graph))
+    return torch_internals.make_module(module, graph)
 
 
 def raise_items(partition: Partition, plan: Plan) -> Partition:

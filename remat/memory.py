@@ -48,8 +48,7 @@ class Timeline:
 def simulate(plan: Plan, fused: bool) -> Timeline:
     """Play a plan's forward and backward, under Inductor (`fused`) or op by op."""
     joint = plan.joint
-    in_forward = plan.forward_set
-    forward = [node for node in joint.nodes if node in in_forward and node.op == "call_function"]
+    forward = [node for node in plan.forward if node.op == "call_function"]
     held = {ops.view_base(node) for node in joint.forward_outputs}
     saved = {ops.view_base(node) for node in plan.saved}
     gradients = {ops.view_base(node) for node in joint.backward_outputs}

@@ -49,17 +49,21 @@ class CutSolver:
         pairs = [(self._numbers[tail], self._numbers[head]) for tail, head in self.network.graph.edges()]
         return Arcs.build(len(self._vertices), pairs)
 
-    def minimum_cut(self, byte_price: int = 0) -> Cut:
+    def minimum_cut(self, byte_price: int = 0, upto: int | None = None, byte_price_after: int = 0) -> Cut:
         """Cut with `byte_price` femtoseconds added for each saved byte.
 
+        With `upto`, values from that position of the joint graph on pay `byte_price_after` instead.
         Raises UnsatisfiableCut with the conflict told node by node where no finite cut exists.
         """
         path = self.network.conflict()
         if path:
             raise explain_conflict(self.network, path)
         capacities = [
-            None if arc.get("capacity") is None else arc["capacity"] + byte_price * arc.get("bytes", 0)
-            for _, _, arc in self.network.graph.edges(data=True)
+            None
+            if "capacity" not in arc
+            else arc["capacity"]
+            + arc.get("bytes", 0) * (byte_price if upto is None or tail[0] < upto else byte_price_after)
+            for tail, _, arc in self.network.graph.edges(data=True)
         ]
         value, residual = maximum_flow(self._arcs, capacities, self._numbers[SOURCE], self._numbers[SINK])
         reaches = sink_side(self._arcs, residual, self._numbers[SINK])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -16,28 +17,29 @@ class Plan:
     """What to save and when to recompute.
 
     saved: values passed from forward to backward, in graph order (inputs that the backward reads among them).
+    forward: the nodes that the forward runs, in order.
     backward: the nodes that the backward runs, in order; a forward value among them is recomputed there.
     solver: who proposed it ("torch", "cut", "random", ...), for the report.
     """
 
     joint: JointGraph
     saved: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     solver: str
 
-    @property
+    @cached_property
     def recomputed(self) -> tuple[fx.Node, ...]:
         """Operators that run in the forward and again in the backward; views and sizes, which are free, left out."""
-        forward = self.forward_set
         free = (ops.Kind.VIEW, ops.Kind.SYMBOLIC, ops.Kind.CONSTANT, ops.Kind.INPUT)
         return tuple(
-            n for n in self.backward if n in forward and not ops.is_item(n) and ops.kind(n) not in free
+            n for n in self.backward if n in self.forward_set and not ops.is_item(n) and ops.kind(n) not in free
         )
 
-    @property
+    @cached_property
     def forward_set(self) -> frozenset[fx.Node]:
-        """The nodes that the forward runs under this plan."""
-        return frozenset(self.joint.ancestors(list(self.saved))) | self.joint.required_forward
+        """The nodes of the forward, for asking whether one is among them."""
+        return frozenset(self.forward)
 
 
 def make_plan(joint: JointGraph, saved: list[fx.Node], solver: str) -> Plan:
@@ -46,7 +48,26 @@ def make_plan(joint: JointGraph, saved: list[fx.Node], solver: str) -> Plan:
     backward = backward_order(joint, ordered)
     used = {argument for node in backward for argument in node.all_input_nodes}
     used.update(joint.backward_outputs)
-    return Plan(joint, tuple(node for node in ordered if node in used), backward, solver)
+    kept = tuple(node for node in ordered if node in used)
+    return Plan(joint, kept, forward_order(joint, kept), backward, solver)
+
+
+def forward_order(joint: JointGraph, saved: Collection[fx.Node]) -> tuple[fx.Node, ...]:
+    """The forward's nodes in the joint graph's order, but what only the backward uses right after what it is made from.
+
+    In the joint graph such a value (a mask, a sum for a normalization) stands in the backward's part: computed there,
+    at the end of the forward, it would keep alive all that it is made from. On a chain of 40 linear layers with GELU
+    at 0.9 of the saved bytes that was 35 MiB of a peak of 107.
+    """
+    needed = joint.ancestors(list(saved))
+    runs = [n for n in joint.nodes if n in joint.required_forward or n in needed]
+    place: dict[fx.Node, int] = {}
+    for node in runs:
+        made_from = [place[argument] for argument in node.all_input_nodes if argument.op != "placeholder"]
+        early = node not in joint.required_forward and made_from
+        place[node] = max(made_from) if early else joint.index[node]
+    calls = [node for node in runs if node.op != "placeholder"]
+    return tuple(sorted(calls, key=lambda node: (place[node], joint.index[node])))
 
 
 def backward_order(joint: JointGraph, saved: Collection[fx.Node]) -> tuple[fx.Node, ...]:

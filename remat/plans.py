@@ -30,8 +30,8 @@ from remat.settings import Settings
 # Prices of a byte at which the default plan tries a cut, in units of reading that byte once from memory. On the
 # models of `bench.compare` the first cut that meets PyTorch's bytes came at 0 to 4; past 64 the cut was the smallest.
 PRICE_LADDER: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
-# Steps of the bisection on the price of a byte for a budget: 2^-24 of the range is less than one value's price.
-BISECTION_STEPS: Final = 24
+# The bisection on the price of a byte for a budget stops at a relative step of 1 / this.
+PRICE_STEPS: Final = 1000
 # A random plan draws each price from this many values: enough to break ties, few enough to make some.
 RANDOM_PRICES: Final = 1000
 
@@ -100,17 +100,18 @@ class Planner:
     def _solver(self) -> CutSolver:
         return CutSolver(self.network)
 
-    def cut(self, byte_price: int, solver: str = "cut") -> Candidate:
-        """The cheapest plan when each saved byte costs so many femtoseconds more."""
-        cut = self._solver.minimum_cut(byte_price)
+    def cut(
+        self, byte_price: int, solver: str = "cut", upto: int | None = None, byte_price_after: int = 0
+    ) -> Candidate:
+        """The cheapest plan when each saved byte costs so many femtoseconds more (`upto`: see CutSolver)."""
+        cut = self._solver.minimum_cut(byte_price, upto, byte_price_after)
         return self.candidate([self.joint.nodes[position] for position in cut.saved()], solver)
 
     def candidate(self, saved: list[fx.Node], solver: str) -> Candidate:
         """A set of saved values with its schedule and its price."""
         plan = make_plan(self.joint, saved, solver)
-        forward = plan.forward_set
         price = sum(self.costs.save_price(node) for node in plan.saved) + sum(
-            self.costs.recompute_price(node) for node in plan.backward if node in forward
+            self.costs.recompute_price(node) for node in plan.backward if node in plan.forward_set
         )
         count_bytes = sum(cost_model.saved_bytes(node) for node in plan.saved)
         return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, self.settings.inner == "inductor")
@@ -159,16 +160,28 @@ class Planner:
         low, high = 0, 1
         while self.cut(high).saved_bytes > allowed and high < cost_model.FEMTOSECONDS:
             low, high = high, high * 16
-        for _ in range(BISECTION_STEPS):
-            if high - low <= max(1, low // 1000):
-                break
+        while high - low > max(1, low // PRICE_STEPS):
             middle = (low + high) // 2
-            candidate = self.cut(middle)
-            if candidate.saved_bytes <= allowed:
-                high, best = middle, min(best, candidate, key=lambda c: c.seconds)
+            if self.cut(middle).saved_bytes <= allowed:
+                high = middle
             else:
                 low = middle
-        return best
+        return min(best, self._between(low, high, allowed), key=lambda candidate: candidate.seconds)
+
+    def _between(self, low: int, high: int, allowed: int) -> Candidate:
+        """A plan between two neighbours of the frontier, which for a model of equal layers lie far apart.
+
+        The early values pay the high price, the late ones the low: what is recomputed in one stretch is then the
+        beginning of the model, when the saved values of the rest are gone.
+        """
+        first, last = 0, len(self.joint.nodes)
+        while last - first > 1:
+            middle = (first + last) // 2
+            if self.cut(high, "cut", middle, low).saved_bytes <= allowed:
+                last = middle
+            else:
+                first = middle
+        return self.cut(high, "cut", last, low)
 
     def _unreachable(self, fraction: float, smallest: Candidate, default: Candidate) -> None:
         message = (

@@ -81,7 +81,6 @@ def summarize(
     """Gather the summary of a chosen plan."""
     plan = candidate.plan
     again = plan.recomputed
-    forward = plan.forward_set
     return PlanSummary(
         graph=graph,
         origin="planned",
@@ -92,7 +91,7 @@ def summarize(
         recomputed_ops=len(again),
         recomputed_flops=sum(costs.flops.get(node, 0) for node in again),
         recomputed_bytes=sum(moved_bytes(node) for node in again),
-        forward_flops=sum(count for node, count in costs.flops.items() if node in forward),
+        forward_flops=sum(count for node, count in costs.flops.items() if node in plan.forward_set),
         torch_saved_bytes=reference.saved_bytes,
         predicted_peak_bytes=candidate.peak_bytes,
         torch_predicted_peak_bytes=reference.peak_bytes,

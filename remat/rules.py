@@ -117,7 +117,6 @@ def _operator(node: fx.Node) -> fx.Node:
 
 def why_invalid(plan: Plan, rules: Rules) -> str | None:
     """The first rule that a plan breaks, told with node and user's line; None for a valid plan."""
-    forward = plan.forward_set
     available = set(plan.saved) | set(plan.joint.tangent_closure)
     for node in plan.saved:
         if node in rules.no_save:
@@ -126,7 +125,7 @@ def why_invalid(plan: Plan, rules: Rules) -> str | None:
         for argument in node.all_input_nodes:
             if argument.op == "placeholder" and argument not in available:
                 return f"the backward's {_told(node)} reads the input {argument.name}, which is not saved"
-        if node in forward and node in rules.no_recompute:
+        if node in plan.forward_set and node in rules.no_recompute:
             return f"it recomputes {_told(node)}, which may not be: {rules.no_recompute[node]}"
     return None
 

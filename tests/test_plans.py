@@ -140,20 +140,23 @@ def test_saved_values_are_in_graph_order_each_once_however_given():
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "attention", "bottleneck", "convnet", "embedding", "views"])
 def test_budget_is_kept_in_saved_bytes_and_a_larger_one_saves_no_less(name: str):
-    default, smallest = chosen(name), chosen(name, budget="min")
+    planner = with_settings(name)
+    default, smallest = planner.choose()[0], planner.smallest()
     kept, seconds = [], []
     for fraction in FRACTIONS:
         allowed = fraction * default.saved_bytes
         if smallest.saved_bytes > allowed:
             continue
-        candidate = chosen(name, budget=fraction)
+        candidate = planner.within(fraction, default)
         assert candidate.saved_bytes <= allowed
-        assert why_invalid(candidate.plan, with_settings(name).rules) is None
+        assert why_invalid(candidate.plan, planner.rules) is None
         kept.append(candidate.saved_bytes)
         seconds.append(candidate.seconds)
     assert len(kept) >= 10
     assert kept == sorted(kept)
     assert seconds == sorted(seconds, reverse=True)
+    asked = chosen(name, budget=0.5)
+    assert (asked.saved_bytes, asked.seconds) == (kept[-7], seconds[-7])  # FRACTIONS[-7] is 0.5
 
 
 def test_budget_takes_the_best_point_of_the_frontier_that_fits():
@@ -248,9 +251,10 @@ def test_random_plans_are_valid(name: str):
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "attention", "convnet"])
 def test_random_plans_repeat_by_seed_and_differ_between_seeds(name: str):
-    drawn = [names(chosen(name, plan_seed=seed).plan) for seed in SEEDS]
-    fresh = graphs.planner_of(graphs.joint(name))
-    assert [names(fresh.random(seed).plan) for seed in SEEDS] == drawn
+    planner, fresh = with_settings(name), graphs.planner_of(graphs.joint(name))
+    drawn = [names(planner.random(seed).plan) for seed in SEEDS]
+    assert [names(fresh.random(seed).plan) for seed in SEEDS[:5]] == drawn[:5]
+    assert names(chosen(name, plan_seed=SEEDS[7]).plan) == drawn[7]
     assert len(set(map(tuple, drawn))) >= len(SEEDS) // 2
 
 

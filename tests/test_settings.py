@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -261,11 +261,12 @@ def test_flags_command_prints_the_markdown_of_the_readme(capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip() == settings.markdown()
 
 
-def test_module_runs_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "remat", "flags", "--markdown"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == settings.markdown()
+def test_module_runs_as_a_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["remat", "flags", "--markdown"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("remat", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == settings.markdown()
 
 
 def test_unknown_command_exits_with_an_error(capsys: pytest.CaptureFixture[str]):
