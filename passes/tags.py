@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from remat import torch_internals
+from remat import ops, torch_internals
 from remat.joint import JointGraph
 from remat.settings import Settings
+from remat.torch_internals import CheckpointPolicy
 
 
 def forced_saves(joint: JointGraph, settings: Settings) -> JointGraph:
     """Save what torch says must be: checkpoint regions' boundaries, collectives, effects, sources of writes."""
     torch_internals.apply_forced_saves(joint.module)
+    for node in joint.module.graph.nodes:
+        base = ops.view_base(node)
+        if base is not node and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE and base.op == "call_function":
+            base.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # views are never saved, their bases are
     return replace(joint)

@@ -22,10 +22,14 @@ from remat.devices import Device
 from remat.joint import JointGraph
 from remat.ops import Kind
 from remat.settings import Settings
+from remat.torch_internals import CheckpointPolicy
 
 # What a symbolic size counts as. Most prices scale alike in it, so its value decides little; it is larger than the
 # constants it meets (heads, groups), and it is the same in every process, as the sizes at hand are not.
 NOMINAL_SIZE: Final = 1024
+# What a preference of a checkpoint policy multiplies the other choice's price by: enough to turn a choice between
+# values of one kind (a saved byte and a recomputed one differ by less), not one between a norm and a matmul.
+PREFERENCE: Final = 4.0
 FEMTOSECONDS: Final = 10**15
 MIB: Final = 2**20
 
@@ -212,6 +216,8 @@ class Costs:
         traffic = self.move_seconds(tensor_bytes(node.meta.get("val")))
         if count_bytes and not self.written_in_forward(node):
             traffic *= 2
+        if node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE:
+            traffic *= PREFERENCE
         kept = self.settings.memory_price * 1e-6 * count_bytes / MIB
         return round((self.settings.memory_weight * traffic + kept) * FEMTOSECONDS)
 
@@ -225,4 +231,6 @@ class Costs:
         weight = self.settings.recompute_weight
         if ops.kind(node) is Kind.CONTRACTION:
             weight *= self.settings.contraction_weight
+        if node.meta.get("recompute") == CheckpointPolicy.PREFER_SAVE:
+            weight *= PREFERENCE
         return round(weight * self.run_seconds(node) * FEMTOSECONDS)

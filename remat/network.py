@@ -88,8 +88,10 @@ def build(joint: JointGraph, rules: Rules, save_price: Price, recompute_price: P
         if node not in needed:
             continue
         inside, outside = (joint.index[node], Port.IN), (joint.index[node], Port.OUT)
-        _arc(graph, SOURCE, inside, rules.no_recompute.get(node), recompute_price(node), "recompute")
-        _arc(graph, inside, outside, rules.no_save.get(node) or rules.unwise.get(node), save_price(node), "save")
+        no_recompute = rules.no_recompute.get(node) or rules.unwise_recompute.get(node)
+        no_save = rules.no_save.get(node) or rules.unwise_save.get(node)
+        _arc(graph, SOURCE, inside, no_recompute, recompute_price(node), "recompute")
+        _arc(graph, inside, outside, no_save, save_price(node), "save")
         graph[inside][outside]["bytes"] = saved_bytes(node)
         for user in node.users:
             if user in needed and user not in joint.tangent_closure:

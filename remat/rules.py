@@ -9,6 +9,7 @@ from torch import fx
 
 from remat import ops, torch_internals
 from remat.costs import saved_bytes
+from remat.discrete import jumps
 from remat.joint import JointGraph
 from remat.ops import Kind
 from remat.plan import Plan
@@ -20,55 +21,82 @@ from remat.torch_internals import CheckpointPolicy
 class Rules:
     """Prohibitions, by node. A node in none may be saved or recomputed, as the prices say.
 
-    `unwise` holds values that could be saved, but never should: a solver leaves them out, a plan of another
-    partitioner may have them.
+    The `unwise` ones bind our own solvers; the plan of another partitioner may do so and is still valid.
     """
 
     no_recompute: dict[fx.Node, str]
     no_save: dict[fx.Node, str]
-    unwise: dict[fx.Node, str] = field(default_factory=dict)
+    unwise_recompute: dict[fx.Node, str] = field(default_factory=dict)
+    unwise_save: dict[fx.Node, str] = field(default_factory=dict)
 
 
 def make_rules(joint: JointGraph, settings: Settings) -> Rules:
     """Collect the prohibitions for every node that can run in the forward."""
     no_recompute: dict[fx.Node, str] = {}
     no_save: dict[fx.Node, str] = {}
-    unwise: dict[fx.Node, str] = {}
+    unwise_recompute: dict[fx.Node, str] = {}
+    unwise_save: dict[fx.Node, str] = {}
     for node in joint.nodes:
         if node in joint.tangent_closure:
             continue
-        reason = _why_not_recompute(node, settings)
-        if node in joint.written_in_backward:
-            reason = reason or "the backward writes into its memory"
+        reason = _why_not_recompute(node, joint, settings)
         if reason:
             no_recompute[node] = reason
-        reason = _why_not_save(node, joint, no_recompute)
+        elif _may_jump(node, settings):
+            unwise_recompute[node] = "last bits decide it, and it decides where elements go"
+        reason = _why_not_save(node, joint)
+        free = _operator(node) not in no_recompute and node not in unwise_recompute
+        if not reason and free and ordered_to_recompute(node, settings):
+            reason = "the user's checkpoint policy: recompute"  # what may not run twice is saved all the same
         if reason:
             no_save[node] = reason
-        elif node not in no_recompute and _gains_nothing(node, joint):
-            unwise[node] = "only the backward uses it, and it is no smaller than what it is made from"
-    return Rules(no_recompute, no_save, unwise)
+        elif node not in no_recompute and node not in unwise_recompute and _gains_nothing(node, joint):
+            unwise_save[node] = "only the backward uses it, and it is no smaller than what it is made from"
+    return Rules(no_recompute, no_save, unwise_recompute, unwise_save)
 
 
-def _why_not_recompute(node: fx.Node, settings: Settings) -> str | None:
+def ordered_to_recompute(node: fx.Node, settings: Settings) -> bool:
+    """Whether a checkpoint policy in the model orders this value to be recomputed.
+
+    A preference, with which plain torch.utils.checkpoint tags every node, is an order too, as in PyTorch's partitioner,
+    but under a budget, or with `user_checkpoints="hint"`, it only makes saving dearer.
+    """
+    policy = node.meta.get("recompute")
+    if node.op == "placeholder" or policy is None:
+        return False
+    obeyed = settings.user_checkpoints == "obey" and settings.budget is None
+    return policy == CheckpointPolicy.MUST_RECOMPUTE or (policy == CheckpointPolicy.PREFER_RECOMPUTE and obeyed)
+
+
+def _why_not_recompute(node: fx.Node, joint: JointGraph, settings: Settings) -> str | None:
     if node.op == "placeholder":
         return "an input"
-    ordered = node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
+    policy = node.meta.get("recompute")
+    must = policy == CheckpointPolicy.MUST_RECOMPUTE
     # Who orders an operator to be recomputed vouches for its purity; what draws or writes stays forbidden.
-    declared = (*settings.recompute_ops, ops.name(node)) if ordered else settings.recompute_ops
+    declared = (*settings.recompute_ops, ops.name(node)) if must else settings.recompute_ops
     impure = ops.impurity(node, declared)
     if impure:
         return impure
-    if ops.is_view(node) or ops.is_item(node):
+    if node in joint.written_in_backward:
+        return "the backward writes into its memory"
+    if ops.is_view(node):
         return None
+    if policy == CheckpointPolicy.MUST_SAVE:
+        return "the user's checkpoint policy: must save"
     if settings.save_ops and ops.is_named(node, settings.save_ops):
         return "named in save_ops"
-    if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
-        return "the user's checkpoint policy: must save"
     return None
 
 
-def _why_not_save(node: fx.Node, joint: JointGraph, no_recompute: dict[fx.Node, str]) -> str | None:
+def _may_jump(node: fx.Node, settings: Settings) -> bool:
+    """Whether a recomputed value could be another one altogether; the user's orders and `recompute_ops` stand above."""
+    if ordered_to_recompute(node, settings) and node.meta["recompute"] == CheckpointPolicy.MUST_RECOMPUTE:
+        return False
+    return not ops.is_named(_operator(node), settings.recompute_ops) and jumps(node)
+
+
+def _why_not_save(node: fx.Node, joint: JointGraph) -> str | None:
     value = node.meta.get("val")
     if torch_internals.is_script_object(value):
         return None
@@ -85,13 +113,6 @@ def _why_not_save(node: fx.Node, joint: JointGraph, no_recompute: dict[fx.Node, 
         return "one seed of many: the tensor of seeds is saved instead"
     if node in joint.written_primals:
         return "an input that the forward writes"
-    if node.op != "placeholder" and node.meta.get("recompute") in (
-        CheckpointPolicy.MUST_RECOMPUTE,
-        CheckpointPolicy.PREFER_RECOMPUTE,
-    ):
-        # Without a budget a preference is an order, as in PyTorch's partitioner; what may not run twice is
-        # saved all the same.
-        return None if _operator(node) in no_recompute else "the user's checkpoint policy: recompute"
     return None
 
 

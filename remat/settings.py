@@ -37,6 +37,7 @@ class Settings:
     dump: str | None = None
     save_ops: tuple[str, ...] = ()
     recompute_ops: tuple[str, ...] = ()
+    user_checkpoints: str = "obey"
     memory_weight: float = 1.0
     recompute_weight: float = 1.0
     contraction_weight: float = 1.0
@@ -195,6 +196,10 @@ TABLE: Final[tuple[Setting, ...]] = (
     Setting(
         "recompute_ops", _operators, "operator names such as mylib.norm, comma-separated",
         "Custom operators declared pure, so that they may be recomputed; others of unknown purity never are.",
+    ),
+    Setting(
+        "user_checkpoints", _one_of("obey", "hint"), "obey or hint",
+        "Whether torch.utils.checkpoint in the model is an order (without a budget), or only makes saving dearer.",
     ),
     Setting(
         "memory_weight", _number, _WEIGHT,

@@ -64,9 +64,9 @@ def all_choices(
             yield Choice(saved, recomputed)
             continue
         node = candidates[position]
-        if node not in rules.no_save and (unwise or node not in rules.unwise):
+        if node not in rules.no_save and (unwise or node not in rules.unwise_save):
             stack.append((position + 1, wanted, saved | {node}, recomputed))
-        if node not in rules.no_recompute:
+        if node not in rules.no_recompute and (unwise or node not in rules.unwise_recompute):
             needs = wanted | frozenset(node.all_input_nodes)
             stack.append((position + 1, needs, saved, recomputed | {node}))
 

@@ -8,16 +8,20 @@ share: there the step is compared, bit for bit, with the unpartitioned joint gra
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import remat
+import remat.partitioner
+from remat.partitioner import Decision
 
 PLANS: Final[dict[str, dict[str, Any]]] = {
     "default": {},
@@ -129,3 +133,35 @@ def assert_like_the_whole_joint_graph(
     for _ in range(steps):
         step(mine, make())
     return planned_since(before)
+
+
+@contextlib.contextmanager
+def decisions() -> Iterator[list[Decision]]:
+    """Collect what remat decides about each graph compiled meanwhile: its joint graph, plan, forward and backward."""
+    found: list[Decision] = []
+    decide = remat.partitioner.decide
+
+    def recording(*arguments: Any) -> Decision:
+        found.append(decide(*arguments))
+        return found[-1]
+
+    with mock.patch.object(remat.partitioner, "decide", recording):
+        yield found
+
+
+def kept_bytes(fn: Any, inputs: Sequence[Any]) -> tuple[Any, int]:
+    """The outputs of `fn(*inputs)`, and the bytes of the distinct storages kept for the backward, inputs left out."""
+    mine = {value.untyped_storage().data_ptr() for value in flat(list(inputs)) if isinstance(value, Tensor)}
+    storages: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in mine:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(value)  # so that no address is used again
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        outputs = fn(*inputs)
+    return outputs, sum(storages.values())

@@ -99,11 +99,12 @@ def test_network_holds_both_prices_of_each_value_and_leaves_out_what_a_rule_forb
     for node in needed_values(joint):
         inside, outside = (joint.index[node], Port.IN), (joint.index[node], Port.OUT)
         again, save = graph[SOURCE][inside], graph[inside][outside]
-        assert again.get("capacity") == (None if node in rules.no_recompute else costs.recompute_price(node))
-        unsaved = rules.no_save | rules.unwise
+        once = rules.no_recompute | rules.unwise_recompute
+        assert again.get("capacity") == (None if node in once else costs.recompute_price(node))
+        unsaved = rules.no_save | rules.unwise_save
         assert save.get("capacity") == (None if node in unsaved else costs.save_price(node))
         assert save["bytes"] == saved_bytes(node)
-        assert rules.no_recompute.get(node, "price to recompute") in again["reason"]
+        assert once.get(node, "price to recompute") in again["reason"]
         assert unsaved.get(node, "price to save") in save["reason"]
     assert all(isinstance(c, int) and c >= 0 for _, _, c in graph.edges(data="capacity") if c is not None)
 
