@@ -12,7 +12,7 @@ from remat.joint import JointGraph
 from remat.passes.backward_writes import writes_to_forward_outputs
 from remat.passes.normalize import common_subexpressions, copy_graph, dead_code
 from remat.passes.partition import Partition
-from remat.passes.reorder import order_backward, order_forward, raise_items
+from remat.passes.reorder import order_backward, order_forward
 from remat.passes.snapshot import snapshot_written_inputs
 from remat.passes.split import split
 from remat.passes.tags import forced_saves
@@ -32,7 +32,7 @@ PREPARE: Final[tuple[Preparation, ...]] = (
     snapshot_written_inputs,
     forced_saves,
 )
-REWRITE: Final[tuple[Rewriting, ...]] = (order_forward, order_backward, raise_items)
+REWRITE: Final[tuple[Rewriting, ...]] = (order_forward, order_backward)
 
 
 def prepare(joint: JointGraph, settings: Settings) -> JointGraph:

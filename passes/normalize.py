@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import fx
 
-from remat import torch_internals
+from remat import ops, torch_internals
 from remat.joint import JointGraph
 from remat.settings import Settings
 
@@ -31,6 +33,47 @@ def dead_code(joint: JointGraph, settings: Settings) -> JointGraph:
 
 
 def common_subexpressions(joint: JointGraph, settings: Settings) -> JointGraph:
-    """Merge equal computations by torch's own pass, which leaves random draws and writes alone."""
-    graph = torch_internals.fx_graph_cse(joint.module.graph)
-    return replace(joint, module=torch_internals.make_module(joint.module, graph))
+    """Merge equal computations: same operator, same arguments, pure, and under the same checkpoint policy.
+
+    torch's own pass knows a fixed list of random operators and merges others, custom draws among them. A write ends
+    what may be merged: what was read before it is not what is read after (pytorch#132200).
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in list(joint.module.graph.nodes):
+        if node.op == "call_function" and ops.is_mutating(node):
+            first.clear()
+        if node.op != "call_function" or not _may_merge(node, settings):
+            continue
+        key = _key(node)
+        twin = first.setdefault(key, node) if key is not None else node
+        if twin is not node:
+            node.replace_all_uses_with(twin)
+            joint.module.graph.erase_node(node)
+    return replace(joint)
+
+
+def _may_merge(node: fx.Node, settings: Settings) -> bool:
+    if ops.is_item(node):
+        return True
+    # A new tensor may be somebody's buffer to write into (pytorch#170160).
+    written = any(ops.is_mutating(user) or torch_internals.is_higher_order(user.target) for user in node.users)
+    return ops.impurity(node, settings.recompute_ops) is None and not (ops.kind(node) is ops.Kind.FACTORY and written)
+
+
+def _key(node: fx.Node) -> Any:
+    """What makes two nodes the same computation; None where an argument cannot be compared."""
+    # 1, 1.0 and True are equal keys and different arguments, so the type stands beside the value.
+    leaves, shape = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+    key = (
+        node.target,
+        str(shape),
+        tuple((type(leaf), leaf) for leaf in leaves),
+        *(node.meta.get(tag) for tag in ("recompute", "ac_graph_id")),
+        torch_internals.must_be_in_forward(node),
+        torch_internals.must_be_in_backward(node),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

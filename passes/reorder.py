@@ -37,21 +37,18 @@ def _rebuilt(module: fx.GraphModule, order: Sequence[fx.Node], required: Set[fx.
         built[node] = graph.node_copy(node, built.__getitem__)
     for planned in order:
         found = by_name.get(planned.name)
-        if found is not None and found not in built:  # else it is dead in this graph, or passed in as a saved value
-            built[found] = graph.node_copy(found, built.__getitem__)
+        if found is None or found in built:
+            continue  # it is dead in this graph, or passed in as a saved value
+        unready = [argument.name for argument in found.all_input_nodes if argument not in built]
+        if unready:
+            raise InvalidPlan(f"the schedule runs {found.name} before {', '.join(unready)}")
+        built[found] = graph.node_copy(found, built.__getitem__)
+    unready = [argument.name for argument in old.output_node().all_input_nodes if argument not in built]
     must = {node.name for node in required}
     missing = [n.name for n in old.nodes if n not in built and n.op != "output" and n.name in must]
-    if missing:
-        raise InvalidPlan(f"the schedule leaves out {', '.join(missing[:5])}")
+    if missing or unready:
+        raise InvalidPlan(f"the schedule leaves out {', '.join([*missing, *unready][:5])}")
     output = graph.node_copy(old.output_node(), built.__getitem__)
     output.meta = dict(old.output_node().meta)
     return torch_internals.make_module(module, graph)
 
-
-def raise_items(partition: Partition, plan: Plan) -> Partition:
-    """Put the items of a tuple right after the operator that makes it, so that unused results die there."""
-    return replace(
-        partition,
-        forward=torch_internals.raise_getitems(partition.forward),
-        backward=torch_internals.raise_getitems(partition.backward),
-    )

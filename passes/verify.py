@@ -63,7 +63,17 @@ def _without_rng_states(arguments: Any) -> str:
     return ", ".join(part for part in repr(arguments).split(", ") if "_rng_state_" not in part)
 
 
+def _inputs_in_order(module: fx.GraphModule, expected: list[str], which: str) -> None:
+    """The inputs that come from outside, in the joint graph's order; extracted graphs may leave none of them out."""
+    given = [node.name for node in module.graph.find_nodes(op="placeholder") if node.name in set(expected)]
+    if given != expected:
+        raise InvalidPlan(f"the {which} takes {given}, in the joint graph they come as {expected}")
+
+
 def _forward_interface(partition: Partition, joint: JointGraph) -> None:
+    seeds = [node.name for node in joint.nodes if torch_internals.is_forward_seed(node)]
+    inputs = [node.name for node in joint.primals if not torch_internals.is_script_object(node.meta.get("val"))]
+    _inputs_in_order(partition.forward, inputs + seeds, "forward")
     expected = _names(joint.outputs[: joint.num_fwd_outputs])
     results = _results(partition.forward)
     if len(results) < len(expected):
@@ -89,6 +99,8 @@ def _stands_for(written: str, mine: Any, joint: JointGraph) -> bool:
 
 
 def _backward_interface(partition: Partition, joint: JointGraph) -> None:
+    seeds = [node.name for node in joint.nodes if torch_internals.is_backward_seed(node)]
+    _inputs_in_order(partition.backward, [node.name for node in joint.tangents] + seeds, "backward")
     saved = _names(_results(partition.forward)[joint.num_fwd_outputs :])
     sizes = saved[len(saved) - partition.num_sizes :]
     taken = []

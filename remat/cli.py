@@ -26,7 +26,11 @@ def print_flags(as_markdown: bool) -> None:
     if as_markdown:
         print(settings.markdown())
         return
-    table = Table("option", "variable", "default", "allowed", "what it does", "in cache key")
+    table = Table()
+    for heading in ("option", "variable"):
+        table.add_column(heading, no_wrap=True, overflow="ignore")
+    for heading in ("default", "allowed", "what it does", "in cache key"):
+        table.add_column(heading)
     for row in settings.rows():
         table.add_row(*row)
     Console().print(table)

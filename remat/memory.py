@@ -20,29 +20,34 @@ from torch import fx
 
 from remat import ops
 from remat.costs import owned_bytes, tensor_bytes
-from remat.joint import JointGraph
 from remat.ops import Kind
 from remat.plan import Plan
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes alive during each step; `names` holds the node run at each, forward first."""
+    """Bytes alive during each step; `names` holds the node run at each, forward first.
+
+    `boundary_bytes` are alive between the two: forward outputs, saved values, incoming gradients.
+    """
 
     alive_bytes: tuple[int, ...]
     names: tuple[str, ...]
     forward_steps: int
     saved_bytes: int
+    boundary_bytes: int
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes alive at any step."""
-        return max(self.alive_bytes, default=0)
+        """The most bytes alive at any moment."""
+        return max(self.boundary_bytes, *self.alive_bytes)
 
     @property
     def peak_at(self) -> str:
-        """The node during which the peak is reached."""
-        return self.names[self.alive_bytes.index(self.peak_bytes)] if self.names else ""
+        """The node during which the peak is reached first."""
+        if self.peak_bytes in self.alive_bytes:
+            return self.names[self.alive_bytes.index(self.peak_bytes)]
+        return "the start of the backward"
 
 
 def simulate(plan: Plan, fused: bool) -> Timeline:
@@ -52,16 +57,20 @@ def simulate(plan: Plan, fused: bool) -> Timeline:
     held = {ops.view_base(node) for node in joint.forward_outputs}
     saved = {ops.view_base(node) for node in plan.saved}
     gradients = {ops.view_base(node) for node in joint.backward_outputs}
-    first = _Pass(joint, forward, fused, before=(), forever=held | saved)
-    tangents = [node for node in joint.tangents if node.users]
-    second = _Pass(
-        joint, plan.backward, fused, before=[*sorted(saved, key=joint.index.__getitem__), *tangents],
-        forever=gradients,
-    )
-    held_only = sum(_storage_bytes(node) for node in held - saved)
-    alive = first.alive_bytes() + [count + held_only for count in second.alive_bytes()]
+    tangents = {node for node in joint.tangents if node.users}
+    passed = sorted(saved | tangents, key=joint.index.__getitem__)
+    # What the caller holds and the backward computes again is there twice.
+    held_only = sum(map(_storage_bytes, held - saved))
+    first = _Pass(forward, fused, before=(), forever=held | saved)
+    second = _Pass(plan.backward, fused, before=passed, forever=(held & saved) | gradients)
     names = [node.name for node in (*forward, *plan.backward)]
-    return Timeline(tuple(alive), tuple(names), len(forward), sum(map(_storage_bytes, saved)))
+    return Timeline(
+        (*first.alive_bytes(), *(count + held_only for count in second.alive_bytes())),
+        tuple(names),
+        len(forward),
+        sum(map(_storage_bytes, saved)),
+        sum(map(_storage_bytes, passed)) + held_only,
+    )
 
 
 def _storage_bytes(node: fx.Node) -> int:
@@ -79,7 +88,6 @@ def _is_tangent(node: fx.Node) -> bool:
 class _Pass:
     """One of the two graphs, in the order it runs."""
 
-    joint: JointGraph
     order: Sequence[fx.Node]
     fused: bool
     before: Iterable[fx.Node]
@@ -103,11 +111,12 @@ class _Pass:
             if node not in self.forever:
                 change[last.get(node, -1) + 1] -= size
         for node, step in position.items():
-            for storage, size in self._born(node):
+            for storage, size in self._born(node, position):
                 if runs_at.get(node) != step and storage not in self.forever:
                     continue  # computed inside a later kernel, never written
                 change[step] += size
-                dies = end if storage in self.forever else max(last.get(storage, step), step)
+                # A result lives at least as long as the tuple that it came in.
+                dies = end if storage in self.forever else max(last.get(storage, step), last.get(node, step), step)
                 change[dies + 1] -= size
         alive, now = [], starting
         for step in range(len(self.order)):
@@ -115,15 +124,15 @@ class _Pass:
             alive.append(now)
         return alive
 
-    def _born(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
-        """Storages that running this node creates, with their bytes; a result nobody takes dies with the node."""
+    def _born(self, node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[fx.Node, int]]:
+        """Storages that running this node creates, with their bytes; a result that nobody takes is the tuple's."""
         value = node.meta.get("val")
         if not isinstance(value, list | tuple):
             size = owned_bytes(node)
             return [(node, size)] if size else []
         if ops.is_view(node):
             return []
-        taken = {user.args[1]: user for user in node.users if ops.is_item(user)}
+        taken = {user.args[1]: user for user in node.users if ops.is_item(user) and user in position}
         return [
             (taken.get(index, node), tensor_bytes(item))
             for index, item in enumerate(value)

@@ -65,7 +65,7 @@ _REDUCTIONS: Final = frozenset(
         aten.native_layer_norm, aten.native_group_norm, aten._native_batch_norm_legit,
     }
 )
-_CONTRACTION_WORDS: Final = ("attention", "convolution", "linear", "grouped_mm", "int_mm")
+_CONTRACTION_WORDS: Final = ("attention", "convolution", "_linear", "grouped_mm", "int_mm")
 _CONTRACTIONS: Final = frozenset(
     {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv, aten.mv, aten.dot, aten._scaled_mm}
 )

@@ -67,7 +67,7 @@ def forward_order(joint: JointGraph, saved: Collection[fx.Node]) -> tuple[fx.Nod
         early = node not in joint.required_forward and made_from
         place[node] = max(made_from) if early else joint.index[node]
     calls = [node for node in runs if node.op != "placeholder"]
-    return tuple(sorted(calls, key=lambda node: (place[node], joint.index[node])))
+    return tuple(_items_first(sorted(calls, key=lambda node: (place[node], joint.index[node]))))
 
 
 def backward_order(joint: JointGraph, saved: Collection[fx.Node]) -> tuple[fx.Node, ...]:

@@ -230,7 +230,7 @@ assert [field.name for field in dataclasses.fields(Settings)] == [row.name for r
 def _parse(row: Setting, value: Any, given_as: str) -> Any:
     try:
         return row.parse(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise SettingError(f"{given_as}={value!r} is not allowed: {row.allowed}") from error
 
 

@@ -26,7 +26,6 @@ from torch._functorch._aot_autograd.utils import (
     _is_primal,
     _is_tangent,
 )
-from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -43,7 +42,6 @@ __all__ = [
     "CustomPartitionerFn",
     "V",
     "cache_dir",
-    "fx_graph_cse",
     "inductor_prims",
     "is_backward_seed",
     "is_forward_seed",
@@ -51,7 +49,6 @@ __all__ = [
     "is_sym_node",
     "is_tangent",
     "py_sym_types",
-    "raise_getitems",
 ]
 
 is_primal: Callable[[fx.Node], bool] = _is_primal

@@ -176,6 +176,13 @@ def test_timeline_by_hand_fused_writes_only_what_a_matmul_or_the_caller_reads():
     assert (timeline.peak_bytes, timeline.peak_at) == (1152, "mm_2")
 
 
+def test_timeline_by_hand_fused_with_a_saved_value_which_is_written():
+    timeline, steps = timeline_of(cos_of_exp, ["exp"], fused=True)
+    forward = [("mm", 256), ("exp", 512), ("cos", 512)]  # mm is read where exp is written, and then free
+    assert steps == [*forward, ("sin", 768), ("neg", 768), ("mul", 768), *END]
+    assert timeline.saved_bytes == 256
+
+
 def test_saved_value_that_the_caller_holds_too_lives_to_the_end_and_counts_once():
     def exp(x: Tensor, w: Tensor) -> Tensor:
         return torch.exp(x @ w)

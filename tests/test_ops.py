@@ -381,5 +381,16 @@ def test_source_of_a_node_inside_a_module_is_the_innermost_line_of_the_user():
     assert any("self.down(F.silu(self.up(self.norm(x))))" in s or "F.linear" in s for s in sources)
 
 
+def test_source_of_a_node_in_a_called_function_is_the_line_in_that_function():
+    def inner(x: Tensor) -> Tensor:
+        return torch.exp(x)  # innermost line
+
+    def run(x: Tensor) -> Tensor:
+        return inner(torch.sin(x))
+
+    source = ops.user_source(graphs.joint_of(run, graphs.leaf(4)).by_name["exp"])
+    assert source.endswith("return torch.exp(x)  # innermost line")
+
+
 def test_source_of_a_node_without_a_trace_is_empty():
     assert ops.user_source(call(aten.exp.default, X)) == ""

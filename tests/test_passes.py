@@ -18,7 +18,7 @@ from remat.errors import InvalidPlan, UnsupportedGraph
 from remat.joint import JointGraph
 from remat.passes.normalize import copy_graph, dead_code
 from remat.passes.partition import Partition
-from remat.passes.reorder import order_backward, raise_items
+from remat.passes.reorder import order_backward, order_forward
 from remat.passes.split import split
 from remat.passes.verify import verify
 from remat.plan import Plan, make_plan
@@ -240,7 +240,7 @@ def test_recomputed_operators_of_the_plan_are_those_that_run_twice():
 
 def pieces(planner: Planner, plan: Plan) -> Partition:
     """A partition before anything is verified."""
-    return raise_items(order_backward(split(plan), plan), plan)
+    return order_forward(order_backward(split(plan), plan), plan)
 
 
 def broken(module: fx.GraphModule, edit: Callable[[fx.Graph], None]) -> fx.GraphModule:

@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from tests.everywhere import assert_like_eager, compiled, every_plan, leaf, planned_since, same, step
 
+# Where the plan matters less: a random plan stands for all.
+three_plans = pytest.mark.parametrize("plan", ["default", "min", "random0"])
+
 Sizes = Sequence[tuple[int, ...]]
 
 
@@ -129,7 +132,7 @@ def test_saved_integers_arrive_in_the_right_slots(plan: str) -> None:
     )
 
 
-@every_plan
+@three_plans
 def test_integer_arguments_are_right(plan: str) -> None:
     def run(x: Tensor, scale: int, take: int) -> Tensor:
         return torch.sin(x[:take] * scale).exp() * (scale + take) / x.shape[0]
@@ -140,8 +143,9 @@ def test_integer_arguments_are_right(plan: str) -> None:
 @every_plan
 def test_a_float_made_of_a_size_is_made_again_not_saved(plan: str) -> None:
     def run(x: Tensor, w: Tensor) -> Tensor:
-        hidden = torch.tanh(x @ w)
-        return (hidden * (1 / math.sqrt(x.shape[0]))).exp() * (x.shape[1] ** 0.5)
+        root = math.sqrt(x.shape[0])
+        hidden = F.leaky_relu(torch.tanh(x @ w).clamp(max=root / 8), negative_slope=1 / root)
+        return (hidden * (1 / root)).exp() * (x.shape[1] ** 0.5)
 
     (summary,) = assert_right_at_all_sizes(run, two, [(6, 5), (9, 8), (16, 4)], plan)
     symbolic = [value for value in summary.saved if value.operator in ("sym_float", "pow", "truediv", "sqrt")]
@@ -151,20 +155,20 @@ def test_a_float_made_of_a_size_is_made_again_not_saved(plan: str) -> None:
 # --- how sizes become symbols --------------------------------------------------------------------------------------
 
 
-@every_plan
+@three_plans
 def test_marked_dimensions_are_right_in_one_compilation(plan: str) -> None:
     sizes = [(8, 5), (12, 5), (3, 5)]
     assert_right_at_all_sizes(compound, two, sizes, plan, dynamic=None, marked=(0,))
 
 
-@every_plan
+@three_plans
 def test_a_changed_size_is_compiled_again_once_and_then_never(plan: str) -> None:
     # torch.compile's default: the first size is taken as fixed, the second makes it a symbol.
     sizes = [(8, 5), (12, 5), (6, 5), (8, 5), (100, 5)]
     assert_right_at_all_sizes(halves, two, sizes, plan, dynamic=None, graphs=2)
 
 
-@every_plan
+@three_plans
 def test_a_backward_after_other_sizes_have_come_in_between_is_right(plan: str) -> None:
     def run(x: Tensor, w: Tensor) -> Tensor:
         return (compound(x, w) + flattened(x, w).sum()).sin()
@@ -184,7 +188,7 @@ def test_a_backward_after_other_sizes_have_come_in_between_is_right(plan: str) -
 # --- sizes 0 and 1 -------------------------------------------------------------------------------------------------
 
 
-@every_plan
+@three_plans
 def test_sizes_zero_and_one_are_right(plan: str) -> None:
     def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.tanh(x @ w).exp()
@@ -195,7 +199,7 @@ def test_sizes_zero_and_one_are_right(plan: str) -> None:
     assert_right_at_all_sizes(run, two, sizes, plan, graphs=3)
 
 
-@every_plan
+@three_plans
 def test_tensors_without_elements_or_dimensions_are_right(plan: str) -> None:
     def run(x: Tensor, empty: Tensor, scalar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden = torch.sin(x).exp() * scalar.cos()
@@ -254,10 +258,12 @@ def test_what_finds_a_size_runs_once_a_step(plan: str) -> None:
         loss = mine(*two(6, 5)).sum()
         with Runs() as backward:
             loss.backward()
-    assert not [name for name in backward.counts if "nonzero" in name or "_local_scalar_dense" in name]
+    # Indexing by a mask is what finds the size here; its gradient is another operator.
+    finds = ("aten.index.Tensor", "aten.nonzero.default", "aten._local_scalar_dense.default")
+    assert not [name for name in backward.counts if name in finds]
 
 
-@every_plan
+@three_plans
 def test_a_number_read_from_data_is_right(plan: str) -> None:
     def run(x: Tensor, w: Tensor) -> Tensor:
         factor = w.detach().abs().max().item()
