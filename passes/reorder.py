@@ -43,6 +43,9 @@ def _rebuilt(module: fx.GraphModule, order: Sequence[fx.Node], required: Set[fx.
         if unready:
             raise InvalidPlan(f"the schedule runs {found.name} before {', '.join(unready)}")
         built[found] = graph.node_copy(found, built.__getitem__)
+    for found in _needed_by_the_output(old):  # sizes that the extraction adds to what is saved, to bind symbols
+        if found not in built:
+            built[found] = graph.node_copy(found, built.__getitem__)
     unready = [argument.name for argument in old.output_node().all_input_nodes if argument not in built]
     must = {node.name for node in required}
     missing = [n.name for n in old.nodes if n not in built and n.op != "output" and n.name in must]
@@ -52,3 +55,11 @@ def _rebuilt(module: fx.GraphModule, order: Sequence[fx.Node], required: Set[fx.
     output.meta = dict(old.output_node().meta)
     return torch_internals.make_module(module, graph)
 
+
+def _needed_by_the_output(graph: fx.Graph) -> list[fx.Node]:
+    """The symbolic sizes that the output is computed from, in the graph's order."""
+    needed = set(graph.output_node().all_input_nodes)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed and torch_internals.is_sym_node(node)]

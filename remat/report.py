@@ -95,7 +95,7 @@ def summarize(
         torch_saved_bytes=reference.saved_bytes,
         predicted_peak_bytes=candidate.peak_bytes,
         torch_predicted_peak_bytes=reference.peak_bytes,
-        peak_at=candidate.timelines[0].peak_at,
+        peak_at=candidate.timeline.peak_at,
         decision_seconds=decision_seconds,
         saved=tuple(_saved_value(node, costs, rules) for node in plan.saved),
     )

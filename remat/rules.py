@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import fx
@@ -15,6 +16,9 @@ from remat.ops import Kind
 from remat.plan import Plan
 from remat.settings import Settings
 from remat.torch_internals import CheckpointPolicy
+
+
+_ORDERED: Final = "the user's checkpoint policy: recompute"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +50,23 @@ def make_rules(joint: JointGraph, settings: Settings) -> Rules:
             unwise_recompute[node] = "last bits decide it, and it decides where elements go"
         reason = _why_not_save(node, joint)
         free = _operator(node) not in no_recompute and node not in unwise_recompute
-        if not reason and free and ordered_to_recompute(node, settings):
-            reason = "the user's checkpoint policy: recompute"  # what may not run twice is saved all the same
+        if not reason and free and (ordered_to_recompute(node, settings) or _made_of_ordered(node, joint, no_save)):
+            reason = _ORDERED  # what may not run twice is saved all the same
         if reason:
             no_save[node] = reason
         elif node not in no_recompute and node not in unwise_recompute and _gains_nothing(node, joint):
             unwise_save[node] = "only the backward uses it, and it is no smaller than what it is made from"
     return Rules(no_recompute, no_save, unwise_recompute, unwise_save)
+
+
+def _made_of_ordered(node: fx.Node, joint: JointGraph, no_save: dict[fx.Node, str]) -> bool:
+    """Whether this value, which the backward alone uses, is made of what a checkpoint policy recomputes.
+
+    A mask or a reduction carries no tag of its own; saving it would keep what the user ordered to be given up.
+    """
+    if node in joint.required_forward or node.op != "call_function" or node.meta.get("recompute") is not None:
+        return False
+    return any(no_save.get(ops.view_base(argument)) == _ORDERED for argument in node.all_input_nodes)
 
 
 def ordered_to_recompute(node: fx.Node, settings: Settings) -> bool:
