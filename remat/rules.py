@@ -17,7 +17,6 @@ from remat.plan import Plan
 from remat.settings import Settings
 from remat.torch_internals import CheckpointPolicy
 
-
 _ORDERED: Final = "the user's checkpoint policy: recompute"
 
 
