@@ -12,7 +12,6 @@ takes no memory, and what it is computed from lives until those readers have run
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,12 +51,8 @@ class Timeline:
         return "the start of the backward"
 
 
-def simulate(plan: Plan, fused: bool, in_place: bool = False) -> Timeline:
-    """Play a plan's forward and backward, under Inductor (`fused`) or op by op.
-
-    `in_place` assumes that Inductor lets every pointwise kernel that can write over an argument do so. It often does:
-    what it really takes lies between the two assumptions.
-    """
+def simulate(plan: Plan, fused: bool) -> Timeline:
+    """Play a plan's forward and backward, under Inductor (`fused`) or op by op."""
     joint = plan.joint
     forward = [node for node in plan.forward if node.op == "call_function"]
     held = {ops.view_base(node) for node in joint.forward_outputs}
@@ -67,8 +62,8 @@ def simulate(plan: Plan, fused: bool, in_place: bool = False) -> Timeline:
     passed = sorted(saved | tangents, key=joint.index.__getitem__)
     # What the caller holds and the backward computes again is there twice.
     held_only = sum(map(_storage_bytes, held - saved))
-    first = _Pass(forward, fused, in_place, before=(), forever=held | saved)
-    second = _Pass(plan.backward, fused, in_place, before=passed, forever=(held & saved) | gradients)
+    first = _Pass(forward, fused, before=(), forever=held | saved)
+    second = _Pass(plan.backward, fused, before=passed, forever=(held & saved) | gradients)
     names = [node.name for node in (*forward, *plan.backward)]
     return Timeline(
         (*first.alive_bytes(), *(count + held_only for count in second.alive_bytes())),
@@ -96,7 +91,6 @@ class _Pass:
 
     order: Sequence[fx.Node]
     fused: bool
-    in_place: bool
     before: Iterable[fx.Node]
     forever: set[fx.Node]
 
@@ -121,20 +115,7 @@ class _Pass:
         for _, size, born, dies in lives:
             change[born] += size
             change[dies + 1] -= size
-        if self.in_place:
-            self._reuse(lives, change)
         return list(itertools.accumulate(change[: len(self.order)]))
-
-    def _reuse(self, lives: list[tuple[fx.Node, int, int, int]], change: list[int]) -> None:
-        """Let each pointwise result take over an argument's memory of the same size that dies with its kernel."""
-        dying: dict[tuple[int, int], int] = Counter(
-            (dies, size) for node, size, _, dies in lives if node not in self.forever
-        )
-        for node, size, born, _ in lives:
-            if size and born and ops.kind(node) is Kind.POINTWISE and dying.get((born, size), 0):
-                dying[born, size] -= 1
-                change[born] -= size
-                change[born + 1] += size
 
     def _born(self, node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[fx.Node, int]]:
         """Storages that running this node creates, with their bytes; a result that nobody takes is the tuple's."""

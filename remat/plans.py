@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -32,6 +32,10 @@ from remat.settings import Settings
 # Prices of a byte at which the default plan tries a cut, in units of reading that byte once from memory. On the
 # models of `bench.compare` the first cut that meets PyTorch's bytes came at 0 to 4; past 64 the cut was the smallest.
 PRICE_LADDER: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
+# Inductor reorders and writes in place as the simulator does not know: of ten plans of six models the measured peak was
+# between 4% below the simulated one and 4% above. On a chain of linear layers with GELU two plans of the same simulated
+# peak (81.05 MiB) came out at 80.05 and 81.00. So a plan must be predicted this much lower to be taken as no higher.
+FUSED_PEAK_MARGIN: Final = 0.04
 # The bisection on the price of a byte for a budget stops at a relative step of 1 / this.
 PRICE_STEPS: Final = 1000
 # A random plan draws each price as 10 to the power of a number below this: far apart, so that plans differ.
@@ -58,17 +62,20 @@ class Candidate:
         return self.timeline.peak_bytes
 
     def fits_within(self, other: Candidate) -> bool:
-        """Whether neither saved bytes nor peak exceed the other's.
-
-        The peak must hold op by op, and under Inductor for the worst of this plan against the best of the other: how
-        much is written in place is not known. (On a chain of linear layers with GELU, PyTorch's plan got every
-        in-place write and a plan of the same saved bytes one less: 80.05 MiB against 81.00.)
-        """
+        """Whether neither saved bytes nor peak exceed the other's, op by op, and under Inductor with a margin."""
         return (
             self.saved_bytes <= other.saved_bytes
-            and simulate(self.plan, False).peak_bytes <= simulate(other.plan, False).peak_bytes
-            and simulate(self.plan, True).peak_bytes <= simulate(other.plan, True, in_place=True).peak_bytes
+            and self._op_by_op_peak_bytes <= other._op_by_op_peak_bytes
+            and self._fused_peak_bytes <= (1 - FUSED_PEAK_MARGIN) * other._fused_peak_bytes
         )
+
+    @cached_property
+    def _op_by_op_peak_bytes(self) -> int:
+        return simulate(self.plan, fused=False).peak_bytes
+
+    @cached_property
+    def _fused_peak_bytes(self) -> int:
+        return simulate(self.plan, fused=True).peak_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +157,22 @@ class Planner:
         if not self.settings.weights_are_default():
             return self.cut(0)
         valid = why_invalid(torch_default.plan, self.rules) is None
-        candidate = torch_default
+        candidate, before = torch_default, None
         for price in self.ladder():
             candidate = self.cut(price)
             if valid and candidate.seconds >= torch_default.seconds:
-                return torch_default  # a higher price of bytes never makes a plan faster
+                break  # a higher price of bytes never makes a plan faster
             if candidate.fits_within(torch_default):
                 return candidate
-        return torch_default if valid else candidate
+            before = price
+        else:
+            return torch_default if valid else candidate
+        if before is None:
+            return torch_default
+        # No vertex will do: the cheaper one keeps too much, the dearer one is slower than PyTorch's cut.
+        between = self._between(before, price, lambda found: found.fits_within(torch_default))
+        fitting = [found for found in between if found.fits_within(torch_default)]
+        return min([*fitting, torch_default], key=lambda found: found.seconds)
 
     def within(self, fraction: float, default: Candidate) -> Candidate:
         """The fastest plan found whose saved bytes are at most this fraction of the default plan's."""
@@ -176,10 +191,10 @@ class Planner:
             middle = (low + high) // 2
             pool.append(self.cut(middle))
             low, high = (low, middle) if pool[-1].saved_bytes <= allowed else (middle, high)
-        pool += self._between(low, high, allowed)
+        pool += self._between(low, high, lambda found: found.saved_bytes <= allowed)
         return min((c for c in pool if c.saved_bytes <= allowed), key=lambda c: (c.seconds, c.saved_bytes))
 
-    def _between(self, low: int, high: int, allowed: int) -> Iterator[Candidate]:
+    def _between(self, low: int, high: int, fits: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Plans between two neighbours of the frontier, which for a model of equal layers lie far apart.
 
         The early values pay the high price, the late ones the low: what is recomputed in one stretch is then the
@@ -190,7 +205,7 @@ class Planner:
             middle = (first + last) // 2
             candidate = self.cut(high, "cut", middle, low)
             yield candidate
-            first, last = (first, middle) if candidate.saved_bytes <= allowed else (middle, last)
+            first, last = (first, middle) if fits(candidate) else (middle, last)
 
     def _unreachable(self, fraction: float, smallest: Candidate, default: Candidate) -> None:
         message = (

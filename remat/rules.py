@@ -97,7 +97,7 @@ def _why_not_recompute(node: fx.Node, joint: JointGraph, settings: Settings) -> 
         return None
     if policy == CheckpointPolicy.MUST_SAVE:
         return "the user's checkpoint policy: must save"
-    if settings.save_ops and ops.is_named(node, settings.save_ops):
+    if settings.save_ops and ops.is_named(node, settings.save_ops) and ops.kind(node) is not Kind.FACTORY:
         return "named in save_ops"
     return None
 

@@ -328,7 +328,8 @@ def test_kind_of_inputs_constants_and_sizes():
 
 
 @pytest.mark.parametrize(
-    ("exponent", "costly"), [(2, False), (3, False), (0.5, False), (-1, False), (2.7, True), (X, True)], ids=str
+    ("exponent", "costly"), [(2, False), (3, False), (0.5, False), (-1, False), (2.7, True), (X, True)],
+    ids=["square", "cube", "root", "inverse", "odd", "tensor"],
 )
 def test_power_is_costly_unless_its_exponent_is_simple(exponent: Any, costly: bool):
     target = aten.pow.Tensor_Tensor if isinstance(exponent, Tensor) else aten.pow.Tensor_Scalar
