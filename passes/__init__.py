@@ -15,7 +15,7 @@ from remat.passes.partition import Partition
 from remat.passes.reorder import order_backward, order_forward
 from remat.passes.snapshot import snapshot_written_inputs
 from remat.passes.split import split
-from remat.passes.tags import forced_saves
+from remat.passes.tags import backward_draws, forced_saves
 from remat.passes.verify import verify
 from remat.plan import Plan
 from remat.rules import Rules
@@ -28,6 +28,7 @@ PREPARE: Final[tuple[Preparation, ...]] = (
     copy_graph,
     dead_code,
     common_subexpressions,
+    backward_draws,
     writes_to_forward_outputs,
     snapshot_written_inputs,
     forced_saves,

@@ -18,3 +18,16 @@ def forced_saves(joint: JointGraph, settings: Settings) -> JointGraph:
         if base is not node and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE and base.op == "call_function":
             base.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # views are never saved, their bases are
     return replace(joint)
+
+
+def backward_draws(joint: JointGraph, settings: Settings) -> JointGraph:
+    """Leave what the backward draws from a generator in the backward, though it may depend on no gradient.
+
+    A joint graph is traced forward first. AOTAutograd's own tags are missing in a custom function's backward.
+    """
+    calls = [node for node in joint.nodes if node.op == "call_function"]
+    first = next((place for place, node in enumerate(calls) if node in joint.tangent_closure), len(calls))
+    for node in calls[first:]:
+        if ops.draws_random_numbers(node) and node not in joint.required_forward:
+            torch_internals.order_into_backward(node)
+    return replace(joint)

@@ -128,7 +128,8 @@ def _runs_once(partition: Partition, joint: JointGraph, rules: Rules) -> None:
     forward = {node.name for node in partition.forward.graph.nodes if node.op == "call_function"}
     written = {node.name for node in joint.written_primals}
     for node in partition.backward.graph.nodes:
-        if node.op == "placeholder" and node.name in written and node.users:
+        reads = [user for user in node.users if not (ops.is_mutating(user) and user.args[0] is node)]
+        if node.op == "placeholder" and node.name in written and reads:
             raise InvalidPlan(f"the backward reads input {node.name}, which the forward writes")
         if node.op != "call_function" or node.name not in forward:
             continue

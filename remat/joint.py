@@ -156,6 +156,12 @@ class JointGraph:
                 written.update((node, None) for node in equal if node not in written)
         return written
 
+    def only_written_by_backward(self, primal: Node) -> bool:
+        """Whether the backward needs this input as the target of its writes and for nothing else."""
+        users = [user for user in primal.users if user in self.tangent_closure]
+        targets = [ops.is_mutating(u) and u.args[0] is primal and u.args.count(primal) == 1 for u in users]
+        return bool(targets) and all(targets)
+
     def check(self) -> None:
         """Raise UnsupportedGraph for what remat cannot partition, naming the node and the user's line."""
         if self.num_fwd_outputs > len(self.outputs):

@@ -64,7 +64,7 @@ def forward_order(joint: JointGraph, saved: Collection[fx.Node]) -> tuple[fx.Nod
     place: dict[fx.Node, int] = {}
     for node in runs:
         made_from = [place[argument] for argument in node.all_input_nodes if argument.op != "placeholder"]
-        early = node not in joint.required_forward and made_from
+        early = node not in joint.required_forward and made_from and not ops.impurity(node)
         place[node] = max(made_from) if early else joint.index[node]
     calls = [node for node in runs if node.op != "placeholder"]
     return tuple(_items_first(sorted(calls, key=lambda node: (place[node], joint.index[node]))))
@@ -90,10 +90,13 @@ def backward_order(joint: JointGraph, saved: Collection[fx.Node]) -> tuple[fx.No
             order.append(node)
             placed.add(node)
 
-    for node in joint.nodes:
-        if node in joint.tangent_closure and node.op != "placeholder":
-            place(node)
-    for node in joint.backward_outputs:
+    runs = [node for node in joint.nodes if node in joint.tangent_closure and node.op != "placeholder"]
+    end = len(runs)
+    while end and ops.is_mutating(runs[end - 1]):
+        end -= 1
+    writes = runs[end:]  # AOTAutograd's write-backs: whatever reads what they write comes before them
+    sources = [argument for node in writes for argument in node.all_input_nodes if argument not in writes]
+    for node in (*runs[:end], *joint.backward_outputs, *sources, *writes):
         place(node)
     return tuple(_items_first(order))
 

@@ -137,6 +137,8 @@ class Planner:
             self.joint.module, self.joint.num_fwd_outputs, self.joint.static_indices, cost_model.NOMINAL_SIZE
         )
         bases = [ops.view_base(node) for node in saved]
+        # Of one seed of many the tensor of seeds is saved, as of a view its base.
+        bases = [n.all_input_nodes[0] if n.target is torch_internals.LOOKUP_SEED else n for n in bases]
         return self.candidate([base for base in bases if ops.kind(base) is not ops.Kind.FACTORY], "torch")
 
     def _deciding_once(self, candidate: Candidate) -> Candidate:

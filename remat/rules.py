@@ -91,6 +91,9 @@ def _why_not_recompute(node: fx.Node, joint: JointGraph, settings: Settings) -> 
     impure = ops.impurity(node, declared)
     if impure:
         return impure
+    written = [a.name for a in map(ops.view_base, node.all_input_nodes) if a in joint.written_primals]
+    if written and ops.kind(node) not in (Kind.VIEW, Kind.FACTORY):  # those read no data
+        return f"reads {written[0]}, an input that the forward writes"
     if node in joint.written_in_backward:
         return "the backward writes into its memory"
     if ops.is_view(node):
@@ -124,7 +127,7 @@ def _why_not_save(node: fx.Node, joint: JointGraph) -> str | None:
         return "a constant"
     if node.target is torch_internals.LOOKUP_SEED:
         return "one seed of many: the tensor of seeds is saved instead"
-    if node in joint.written_primals:
+    if node in joint.written_primals and not joint.only_written_by_backward(node):
         return "an input that the forward writes"
     return None
 
