@@ -67,11 +67,21 @@ def provenance(module: str, device: str) -> dict[str, Any]:
     """The fields that say where a row comes from, for the script run as `python -m <module>`."""
     return {
         "schema": SCHEMA,
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *_what_was_asked(sys.argv[1:])]),
         "git": _git_revision(),
         "torch": torch.__version__,
         "device": device_name(device),
     }
+
+
+def _what_was_asked(arguments: list[str]) -> list[str]:
+    """The arguments without where the output went, which is a matter of the machine, and without `--row`."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument not in ("--row", "--json", "--out") and not argument.startswith(("--json=", "--out=")):
+            kept.append(argument)
+        skip = argument in ("--json", "--out")
+    return kept
 
 
 def read_rows(path: Path) -> list[Row]:

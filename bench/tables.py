@@ -84,10 +84,14 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def ran_on(rows: Sequence[Row]) -> str:
-    """What the rows ran on, and the command that made them."""
+    """What the rows ran on, and the script that made them."""
     places = sorted({f"torch {row.torch}, {row.device}" for row in rows})
-    commands = sorted({f"`{row.command}`" for row in rows})
-    return f"Ran on {'; '.join(places)}. Made by {', '.join(commands)}."
+    scripts = sorted({" ".join(row.command.split()[:3]) for row in rows})
+    revisions = sorted({row.git for row in rows})
+    return (
+        f"Ran on {'; '.join(places)}, at {', '.join(revisions)}. Made by `{'`, `'.join(scripts)}`; the JSON holds each "
+        "row's whole command."
+    )
 
 
 def rendered(document: str, folder: Path = results.RESULTS) -> str:
