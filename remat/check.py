@@ -2,7 +2,8 @@
 
 At the first forward the inputs, the generators' states and the outputs are copied. At the backward of that very
 step (told by the memory of the saved tensors) the joint graph, unpartitioned, runs on the copies through the same
-inner compiler with the forward's generator states, and outputs, written inputs and gradients are compared.
+inner compiler with the forward's generator states, and outputs, written inputs and gradients are compared. (What a
+custom backward itself draws is the same only if nothing else drew between the forward and the backward.)
 """
 
 from __future__ import annotations
