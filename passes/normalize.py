@@ -27,7 +27,7 @@ def copy_graph(joint: JointGraph, settings: Settings) -> JointGraph:
 
 
 def dead_code(joint: JointGraph, settings: Settings) -> JointGraph:
-    """Drop what nothing uses. A draw whose result is unused goes too, as under Inductor."""
+    """Drop what nothing uses."""
     joint.module.graph.eliminate_dead_code()
     return replace(joint)
 
@@ -36,13 +36,15 @@ def common_subexpressions(joint: JointGraph, settings: Settings) -> JointGraph:
     """Merge equal computations: same operator, same arguments, pure, and under the same checkpoint policy.
 
     torch's own pass knows a fixed list of random operators and merges others, custom draws among them. A write ends
-    what may be merged: what was read before it is not what is read after (pytorch#132200).
+    what may be merged: what was read before it is not what is read after (pytorch#132200). What is returned stays a
+    tensor of its own, since the caller may write into it.
     """
     first: dict[Any, fx.Node] = {}
+    returned = _makers_of_outputs(joint)
     for node in list(joint.module.graph.nodes):
         if node.op == "call_function" and ops.is_mutating(node):
             first.clear()
-        if node.op != "call_function" or not _may_merge(node, settings):
+        if node.op != "call_function" or node in returned or not _may_merge(node, settings):
             continue
         key = _key(node)
         twin = first.setdefault(key, node) if key is not None else node
@@ -50,6 +52,15 @@ def common_subexpressions(joint: JointGraph, settings: Settings) -> JointGraph:
             node.replace_all_uses_with(twin)
             joint.module.graph.erase_node(node)
     return replace(joint)
+
+
+def _makers_of_outputs(joint: JointGraph) -> set[fx.Node]:
+    """The operators whose memory is returned, and the items of theirs that are."""
+    makers: set[fx.Node] = set()
+    for node in (*joint.forward_outputs, *joint.backward_outputs):
+        base = ops.view_base(node)
+        makers.update((node, base, *(base.all_input_nodes if ops.is_item(base) else ())))
+    return makers
 
 
 def _may_merge(node: fx.Node, settings: Settings) -> bool:
@@ -62,12 +73,12 @@ def _may_merge(node: fx.Node, settings: Settings) -> bool:
 
 def _key(node: fx.Node) -> Any:
     """What makes two nodes the same computation; None where an argument cannot be compared."""
-    # 1, 1.0 and True are equal keys and different arguments, so the type stands beside the value.
+    # 1, 1.0 and True are equal keys and different arguments, and so are 0.0 and -0.0.
     leaves, shape = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
     key = (
         node.target,
         str(shape),
-        tuple((type(leaf), leaf) for leaf in leaves),
+        tuple((type(leaf), repr(leaf) if isinstance(leaf, float) else leaf) for leaf in leaves),
         *(node.meta.get(tag) for tag in ("recompute", "ac_graph_id")),
         torch_internals.must_be_in_forward(node),
         torch_internals.must_be_in_backward(node),

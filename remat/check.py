@@ -34,7 +34,7 @@ class Check:
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
-    saved_at: set[int] = field(default_factory=set)
+    saved: list[Any] = field(default_factory=list)  # held while armed, so that no address is used again
     done: bool = False
 
     def wrap_forward(self, compiled: Compiled) -> Compiled:
@@ -50,7 +50,7 @@ class Check:
             count = self.session.num_fwd_outputs
             self.outputs = [_copied(value) for value in results[:count]]
             self.outputs += [_copied(value) for value in kept]  # with what the forward wrote into them
-            self.saved_at = _addresses(results[count:])
+            self.saved = list(results[count:])
             return results
 
         return _boxed(run)
@@ -62,13 +62,13 @@ class Check:
         def run(arguments: list[Any]) -> Any:
             tangents = {n: v for n, v in zip(names, arguments, strict=True) if "tangents" in n}
             saved = [v for n, v in zip(names, arguments, strict=True) if n not in tangents]
-            mine = self.inputs and not self.done and _addresses(saved) <= self.saved_at
+            mine = self.inputs and not self.done and _addresses(saved) <= _addresses(self.saved)
             copies = {name: _copied(value) for name, value in tangents.items()} if mine else {}
             results = compiled(arguments)
             if mine:
                 self.done = True
                 self._compare(copies, list(results), compile_joint)
-                self.inputs, self.outputs = [], []
+                self.inputs, self.outputs, self.saved = [], [], []
             return results
 
         return _boxed(run)

@@ -41,7 +41,7 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes alive at any moment."""
-        return max(self.boundary_bytes, *self.alive_bytes)
+        return max((self.boundary_bytes, *self.alive_bytes))
 
     @property
     def peak_at(self) -> str:

@@ -96,7 +96,7 @@ class Planner:
             return self.random(self.settings.plan_seed), torch_default
         if self.settings.budget == "min":
             return self.smallest(), torch_default
-        default = self.default(self._deciding_once(torch_default))
+        default = self.default(self._obeying_the_rules(torch_default))
         if self.settings.budget is None:
             return default, torch_default
         return self.within(float(self.settings.budget), default), torch_default
@@ -141,10 +141,15 @@ class Planner:
         bases = [n.all_input_nodes[0] if n.target is torch_internals.LOOKUP_SEED else n for n in bases]
         return self.candidate([base for base in bases if ops.kind(base) is not ops.Kind.FACTORY], "torch")
 
-    def _deciding_once(self, candidate: Candidate) -> Candidate:
-        """The candidate with what `unwise_recompute` protects saved too: PyTorch's cut knows no such values."""
-        plan = candidate.plan
-        again = [n for n in plan.backward if n in plan.forward_set and n in self.rules.unwise_recompute]
+    def _fastest_vertex(self, allowed: int) -> Candidate:
+        """Where PyTorch's cut is no plan at all: the fastest vertex that saves no more bytes, else the fastest."""
+        tried = [self.cut(price) for price in self.ladder()]
+        return min([c for c in tried if c.saved_bytes <= allowed] or tried, key=lambda c: c.seconds)
+
+    def _obeying_the_rules(self, candidate: Candidate) -> Candidate:
+        """PyTorch's cut with the values saved too that our rules say are made once: it knows nothing of them."""
+        plan, once = candidate.plan, self.rules.no_recompute | self.rules.unwise_recompute
+        again = [n for n in plan.backward if n in plan.forward_set and n in once and n not in self.rules.no_save]
         return self.candidate([*plan.saved, *again], plan.solver) if again else candidate
 
     def ladder(self) -> list[int]:
@@ -155,7 +160,7 @@ class Planner:
     # --- choices -------------------------------------------------------------------------------------------
 
     def default(self, torch_default: Candidate) -> Candidate:
-        """Least time within PyTorch's saved bytes and peak; with weights of the user's own, the plain cut."""
+        """The first vertex within PyTorch's saved bytes and peak, if faster; with weights of one's own, the plain cut."""
         if not self.settings.weights_are_default():
             return self.cut(0)
         valid = why_invalid(torch_default.plan, self.rules) is None
@@ -168,7 +173,7 @@ class Planner:
                 return candidate
             before = price
         else:
-            return torch_default if valid else candidate
+            return torch_default if valid else self._fastest_vertex(torch_default.saved_bytes)
         if before is None:
             return torch_default
         # No vertex will do: the cheaper one keeps too much, the dearer one is slower than PyTorch's cut.

@@ -27,12 +27,13 @@ from torch._functorch._aot_autograd.utils import (
     _is_tangent,
 )
 from torch._inductor import config as inductor_config
-from torch._inductor import inductor_prims, list_mode_options
+from torch._inductor import inductor_prims as _inductor_prims  # noqa: F401  defines prims.inductor_*
+from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch.fx.experimental._backward_state import BackwardState
-from torch.fx.experimental.proxy_tensor import is_sym_node, py_sym_types
+from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -42,13 +43,11 @@ __all__ = [
     "CustomPartitionerFn",
     "V",
     "cache_dir",
-    "inductor_prims",
     "is_backward_seed",
     "is_forward_seed",
     "is_primal",
     "is_sym_node",
     "is_tangent",
-    "py_sym_types",
 ]
 
 is_primal: Callable[[fx.Node], bool] = _is_primal

@@ -293,3 +293,17 @@ def test_no_more_bytes_are_kept_than_by_eager_mode(plan: str, program: Program):
 def test_under_inductor_base_and_views_are_right_at_the_smallest_plan():
     with torch_internals.without_compile_caches():
         assert_like_eager(chain_of_views, square, "min", inner="inductor")
+
+
+@every_plan
+def test_equal_results_are_tensors_of_their_own(plan: str) -> None:
+    def twins(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = x.exp()
+        return y.sin(), y.sin(), (y.sin() * y).sum()
+
+    first, second, loss = compiled(twins, plan)(leaf(3, 4))
+    expected = second.detach().clone()
+    with torch.no_grad():
+        first.zero_()
+    assert torch.equal(second, expected)
+    loss.backward()
