@@ -160,7 +160,7 @@ class Planner:
     # --- choices -------------------------------------------------------------------------------------------
 
     def default(self, torch_default: Candidate) -> Candidate:
-        """The first vertex within PyTorch's bytes and peak, if faster; with weights of the user's own, the plain cut."""
+        """The first vertex within PyTorch's bytes and peak, if faster; with weights of one's own, the plain cut."""
         if not self.settings.weights_are_default():
             return self.cut(0)
         valid = why_invalid(torch_default.plan, self.rules) is None
