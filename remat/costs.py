@@ -27,8 +27,8 @@ from remat.torch_internals import CheckpointPolicy
 # What a symbolic size counts as. Most prices scale alike in it, so its value decides little; it is larger than the
 # constants it meets (heads, groups), and it is the same in every process, as the sizes at hand are not.
 NOMINAL_SIZE: Final = 1024
-# What a preference of a checkpoint policy multiplies the other choice's price by: enough to turn a choice between
-# values of one kind (a saved byte and a recomputed one differ by less), not one between a norm and a matmul.
+# What a preference of a checkpoint policy multiplies the other choice's price by. A judgement, not a measurement: it
+# should turn a choice that is close, and not one between a norm and a matmul.
 PREFERENCE: Final = 4.0
 FEMTOSECONDS: Final = 10**15
 MIB: Final = 2**20

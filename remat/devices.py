@@ -32,13 +32,12 @@ class Device:
         return rates.get(itemsize, rates[4] * 4 / max(itemsize, 4))
 
 
-# One core of a 2020s server CPU under Inductor's C++ (AVX2/AVX-512), from timing torch 2.13 kernels on such
-# machines: a 1024x256x1024 fp32 matmul runs at 60-90 GFLOP/s, a fused copy moves 8-12 GB/s, tanh and exp give
-# 0.4-0.8 G results a second, an add 3-5 G; an eager operator costs 2-5 us, a fused loop under 1 us.
+# One core of a server CPU with AVX2 or AVX-512, as orders of magnitude; not measured. The evidence for them is
+# indirect: the default plans that they lead to took 0.946 to 0.997 of Inductor's step time (bench.compare).
 CPU: Final = Device("cpu", ((4, 7e10), (2, 7e10), (1, 7e10)), 1.0e10, 4e9, 6e8, 2e-6)
 
-# Public data sheets (dense, no sparsity), at the 70-80% that large kernels reach; transcendental: 16 results a
-# clock and SM.
+# From public data sheets (dense, no sparsity), taken at about three quarters; transcendental: 16 results a clock and
+# SM. Not measured.
 _H100 = Device("H100", ((4, 3.0e14), (2, 7.0e14), (1, 1.4e15)), 2.7e12, 2.5e13, 3.5e12, 2e-6)
 _H200 = Device("H200", ((4, 3.0e14), (2, 7.0e14), (1, 1.4e15)), 3.9e12, 2.5e13, 3.5e12, 2e-6)
 _A100 = Device("A100", ((4, 1.1e14), (2, 2.2e14), (1, 4.4e14)), 1.5e12, 7.5e12, 2.4e12, 3e-6)

@@ -1,7 +1,8 @@
 """Maximum flow on plain arrays: Dinic's algorithm with Python's integers, which never overflow.
 
 networkx's solvers stay the reference (tests compare values and cuts); a plan needs several cuts of one network at
-different prices, and on the 12-layer GPT-2 a cut takes 0.03 s here against 0.1 to 0.6 s there.
+different prices, and on the 12-layer GPT-2 five of them took 0.8 s here, under a profiler, against 3.4 s with
+networkx's shortest_augmenting_path.
 
 Source: E. A. Dinic, "Algorithm for solution of a problem of maximum flow in networks with power estimation", 1970.
 """

@@ -1,7 +1,7 @@
 """Every private name of torch that remat uses, and nothing else: a new torch release is this one file to read.
 
-Checked against torch 2.11, 2.13 and 2.14. Signatures that changed between them are told apart by inspection,
-not by version number.
+Run with torch 2.13 only so far. Signatures that may differ in another release are told apart by inspection, not by
+version number.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 from unittest import mock
@@ -18,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 import remat.partitioner
@@ -31,6 +33,18 @@ PLANS: Final[dict[str, dict[str, Any]]] = {
 every_plan = pytest.mark.parametrize("plan", PLANS)
 
 Make = Callable[[], Sequence[Any]]
+
+
+class Runs(TorchDispatchMode):
+    """Counts the operators that run: around a backward, those of the compiled backward graph among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def compiled(fn: Any, plan: str, *, inner: str = "eager", dynamic: bool | None = None, **options: Any) -> Any:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import remat
-from tests.everywhere import assert_like_eager, compiled, every_plan, leaf, planned_since, same, step
+from tests.everywhere import Runs, assert_like_eager, compiled, every_plan, leaf, planned_since, same, step
 
 # Where the plan matters less: a random plan stands for all.
 three_plans = pytest.mark.parametrize("plan", ["default", "min", "random0"])
@@ -110,18 +109,6 @@ def runs_of_a_step(mine: Any, make: Callable[[], list[Tensor]] = inputs) -> dict
     RUNS.clear()
     step(mine, make())
     return dict(RUNS)
-
-
-class Runs(TorchDispatchMode):
-    """Counts the operators that run: around a backward, those of the compiled backward graph among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def runs_of_a_backward(mine: Any, make: Callable[[], list[Tensor]] = inputs) -> Counter[str]:

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from tests import graphs
 from tests.checks import check_same_bits, recomputed_names, run_joint, run_partition, same_bits
 from tests.everywhere import (
     PLANS,
+    Runs,
     assert_like_eager,
     assert_like_the_whole_joint_graph,
     compiled,
@@ -72,18 +72,6 @@ witness.register_autograd(
 )
 SHAKY, WITNESS = torch.ops.remat_right.shaky, torch.ops.remat_right.witness
 PURE = ["remat_right::shaky", "remat_right::witness"]
-
-
-class Runs(TorchDispatchMode):
-    """Counts the operators that run: around a backward, those of the compiled backward graph among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def backward_runs(mine: Any, make: Any) -> Counter[str]:
