@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.chargpt import CharGPT
+from bench.custom_models import DLRM, Chain, Mamba, UNet, UnrolledLSTM
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,18 @@ class TokenLoss(nn.Module):
         return F.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
 
 
+class TranslationLoss(nn.Module):
+    """Cross entropy of an encoder-decoder, whose decoder predicts target token t + 1 from those up to t."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, source: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(input_ids=source, decoder_input_ids=targets[:, :-1].contiguous()).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
+
+
 class ClassLoss(nn.Module):
     """Cross entropy of a classifier that returns logits, or a transformers output that holds them."""
 
@@ -67,9 +80,15 @@ class ClassLoss(nn.Module):
         return F.cross_entropy(output if isinstance(output, Tensor) else output.logits, targets)
 
 
-def mlp(*, layers: int = 40, width: int = 256, batch: int = 1024, classes: int = 10) -> Workload:
-    chain = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
-    model = ClassLoss(nn.Sequential(*chain, nn.Linear(width, classes)))
+def mlp(
+    *, layers: int = 40, width: int = 256, batch: int = 1024, classes: int = 10, kaiming: bool = False
+) -> Workload:
+    """With torch's default weights the gradients of about 100 layers are denormal, and a step 17 times slower."""
+    pairs = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.GELU())]
+    model = ClassLoss(nn.Sequential(*pairs, nn.Linear(width, classes)))
+    for module in pairs if kaiming else ():
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     args = (torch.randn(batch, width), torch.randint(classes, (batch,)))
     return Workload(model, args, f"{layers} x (Linear {width} + GELU), batch {batch}")
 
@@ -227,20 +246,122 @@ def resnet(
     batch: int = 16,
     classes: int = 10,
 ) -> Workload:
+    note = f"4 stages of {layers} {block} block(s), width {width}, {pixels} px, batch {batch}"
+    return _resnet([layers] * 4, width, block, pixels, batch, classes, note)
+
+
+def resnet50(*, width: int = 32, pixels: int = 64, batch: int = 16, classes: int = 10) -> Workload:
+    note = f"stages of 3, 4, 6, 3 bottleneck blocks, width {width}, {pixels} px, batch {batch}"
+    return _resnet([3, 4, 6, 3], width, "bottleneck", pixels, batch, classes, note)
+
+
+def _resnet(depths: list[int], width: int, block: str, pixels: int, batch: int, classes: int, note: str) -> Workload:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     expansion = 4 if block == "bottleneck" else 1
     config = _configured(
         ResNetConfig,
-        depths=[layers] * 4,
+        depths=depths,
         embedding_size=width,
         hidden_sizes=[width * expansion * 2**stage for stage in range(4)],
         layer_type=block,
         num_labels=classes,
     )
     args = (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,)))
-    note = f"4 stages of {layers} {block} block(s), width {width}, {pixels} px, batch {batch}"
     return Workload(ClassLoss(ResNetForImageClassification(config)), args, note)
+
+
+def convnext(*, layers: int = 1, width: int = 48, pixels: int = 64, batch: int = 32, classes: int = 10) -> Workload:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = _configured(
+        ConvNextConfig,
+        depths=[layers, layers, 3 * layers, layers],
+        hidden_sizes=[width * 2**stage for stage in range(4)],
+        image_size=pixels,
+        num_labels=classes,
+        drop_path_rate=0.0,
+    )
+    args = (torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,)))
+    note = f"4 stages, {6 * layers} blocks, width {width}, {pixels} px, batch {batch}"
+    return Workload(ClassLoss(ConvNextForImageClassification(config)), args, note)
+
+
+def t5(
+    *,
+    layers: int = 3,
+    width: int = 256,
+    heads: int = 4,
+    sequence: int = 128,
+    vocabulary: int = 2048,
+    batch: int = 4,
+    dropout: float = 0.0,
+) -> Workload:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = _configured(
+        T5Config,
+        vocab_size=vocabulary,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=4 * width,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        num_heads=heads,
+        dropout_rate=dropout,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    args = (_tokens(vocabulary, batch, sequence), _tokens(vocabulary, batch, sequence + 1))
+    note = f"{layers} + {layers} layers, width {width}, 2 x {sequence} tokens, batch {batch}, dropout {dropout}"
+    return Workload(TranslationLoss(T5ForConditionalGeneration(config)), args, note)
+
+
+def chain(*, layers: int = 64, elements: int = 16384) -> Workload:
+    return Workload(Chain(layers, elements), (), f"{layers} x sine of {elements} elements")
+
+
+def rnn(*, sequence: int = 64, width: int = 256, vocabulary: int = 256, batch: int = 96) -> Workload:
+    args = (_tokens(vocabulary, batch, sequence), _tokens(vocabulary, batch, sequence))
+    note = f"LSTM unrolled over {sequence} steps, width {width}, batch {batch}"
+    return Workload(UnrolledLSTM(vocabulary, width), args, note)
+
+
+def dlrm(
+    *,
+    tables: int = 12,
+    rows: int = 2000,
+    bag: int = 4,
+    width: int = 32,
+    features: int = 13,
+    hidden: int = 256,
+    batch: int = 8192,
+) -> Workload:
+    dense, clicked = torch.randn(batch, features), torch.randint(2, (batch,)).float()
+    args = (dense, torch.randint(rows, (batch, tables, bag)), clicked)
+    note = f"{tables} tables of {rows} x {width}, bags of {bag}, batch {batch}"
+    return Workload(DLRM(tables, rows, width, features, hidden), args, note)
+
+
+def unet(*, levels: int = 3, width: int = 32, pixels: int = 32, batch: int = 8, channels: int = 3) -> Workload:
+    images, noise = torch.randn(2, batch, channels, pixels, pixels).unbind(0)
+    args = (images, torch.randint(1000, (batch,)), noise)
+    note = f"{levels} levels, width {width}, {pixels} px, batch {batch}"
+    return Workload(UNet(channels, width, levels), args, note)
+
+
+def mamba(
+    *,
+    layers: int = 4,
+    width: int = 64,
+    states: int = 16,
+    sequence: int = 128,
+    vocabulary: int = 512,
+    batch: int = 2,
+) -> Workload:
+    note = f"{layers} layers, width {width}, {states} states, {sequence} tokens, batch {batch}"
+    return Workload(Mamba(vocabulary, layers, width, states), (_tokens(vocabulary, batch, sequence),), note)
 
 
 BUILDERS: dict[str, Callable[..., Workload]] = {
@@ -251,6 +372,14 @@ BUILDERS: dict[str, Callable[..., Workload]] = {
     "bert": bert,
     "vit": vit,
     "resnet": resnet,
+    "resnet50": resnet50,
+    "convnext": convnext,
+    "t5": t5,
+    "unet": unet,
+    "rnn": rnn,
+    "dlrm": dlrm,
+    "mamba": mamba,
+    "chain": chain,
 }
 
 

@@ -60,6 +60,11 @@ def owned_bytes(node: fx.Node) -> int:
     return 0 if ops.is_mutating(node) else tensor_bytes(node.meta.get("val"))
 
 
+def moved_bytes(node: fx.Node) -> int:
+    """Bytes that an operator reads and writes when it runs by itself."""
+    return tensor_bytes(node.meta.get("val")) + sum(tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes)
+
+
 def saved_bytes(node: fx.Node) -> int:
     """Bytes that saving this node keeps: its tensor's, unless the memory is an input's or a constant's."""
     base = ops.view_base(node)
@@ -152,6 +157,16 @@ class Costs:
         work = max(self.move_seconds(moved), self._arithmetic_seconds(node, kind))
         return work + (self.launch_seconds if self._adds_kernel(node, kind) else 0.0)
 
+    def alone_seconds(self, node: fx.Node) -> float:
+        """Running an operator by itself, as op by op: FLOPs, bytes moved and a launch, each at its rate, added up.
+
+        A sum and not the largest: it is linear in what can be counted of a run, so that a plan's predicted cost is
+        that of the FLOPs and bytes measured.
+        """
+        itemsize = max((t.dtype.itemsize for t in tensors_of(node.meta.get("val"))), default=4)
+        arithmetic = self.flops.get(node, 0) / self.device.flops_per_second(itemsize)
+        return arithmetic + self.move_seconds(moved_bytes(node)) + self.launch_seconds
+
     def _moved_bytes(self, node: fx.Node, kind: Kind) -> int:
         result = tensor_bytes(node.meta.get("val"))
         arguments = sum(tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes)
@@ -228,9 +243,16 @@ class Costs:
         """
         if node not in self.joint.required_forward:
             return 0
+        return round(self._recompute_weight(node) * self.run_seconds(node) * FEMTOSECONDS)
+
+    def run_price(self, node: fx.Node) -> int:
+        """Price of one more run of an operator by itself, weighted as the settings say."""
+        return round(self._recompute_weight(node) * self.alone_seconds(node) * FEMTOSECONDS)
+
+    def _recompute_weight(self, node: fx.Node) -> float:
         weight = self.settings.recompute_weight
         if ops.kind(node) is Kind.CONTRACTION:
             weight *= self.settings.contraction_weight
         if node.meta.get("recompute") == CheckpointPolicy.PREFER_SAVE:
             weight *= PREFERENCE
-        return round(weight * self.run_seconds(node) * FEMTOSECONDS)
+        return weight

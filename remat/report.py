@@ -90,7 +90,7 @@ def summarize(
         saved_values=len(plan.saved),
         recomputed_ops=len(again),
         recomputed_flops=sum(costs.flops.get(node, 0) for node in again),
-        recomputed_bytes=sum(moved_bytes(node) for node in again),
+        recomputed_bytes=sum(cost_model.moved_bytes(node) for node in again),
         forward_flops=sum(count for node, count in costs.flops.items() if node in plan.forward_set),
         torch_saved_bytes=reference.saved_bytes,
         predicted_peak_bytes=candidate.peak_bytes,
@@ -99,12 +99,6 @@ def summarize(
         decision_seconds=decision_seconds,
         saved=tuple(_saved_value(node, costs, rules) for node in plan.saved),
     )
-
-
-def moved_bytes(node: fx.Node) -> int:
-    """Bytes that an operator reads and writes when it runs by itself."""
-    values = [node.meta.get("val"), *(argument.meta.get("val") for argument in node.all_input_nodes)]
-    return sum(map(cost_model.tensor_bytes, values))
 
 
 def _saved_value(node: fx.Node, costs: Costs, rules: Rules) -> SavedValue:
