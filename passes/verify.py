@@ -4,7 +4,7 @@ Runs after every split and before anything is compiled. What it proves, by compa
 graph (names survive the split):
 1. The forward takes the primals and returns the joint graph's forward outputs, in order, with their descriptions,
    then the saved values; the backward takes exactly those saved values and the tangents, and returns the gradients.
-2. Every node of the two graphs is a node of the joint graph: same operator, same arguments.
+2. Every node of the two graphs is a node of the joint graph, or a further run of one: same operator, same arguments.
 3. What is random, writing, collective, effectful or of unknown purity runs once in the two graphs together, and no
    backward node reads an input that the forward writes.
 """
@@ -19,7 +19,7 @@ from remat import ops, torch_internals
 from remat.errors import InvalidPlan
 from remat.joint import JointGraph
 from remat.passes.partition import Partition
-from remat.plan import Plan
+from remat.plan import Plan, original_name
 from remat.rules import Rules, why_invalid
 
 
@@ -49,10 +49,10 @@ def _same_nodes(module: fx.GraphModule, joint: JointGraph, which: str) -> None:
     for node in module.graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
-        original = joint.by_name.get(node.name)
+        original = joint.by_name.get(original_name(node.name))
         if original is None or original.target != node.target or original.op != node.op:
             raise InvalidPlan(f"{which} node {node.name} ({ops.name(node)}) is not in the joint graph")
-        mine = fx.map_arg((node.args, node.kwargs), lambda n: n.name)
+        mine = fx.map_arg((node.args, node.kwargs), lambda n: original_name(n.name))
         theirs = fx.map_arg((original.args, original.kwargs), lambda n: n.name)
         if _without_rng_states(mine) != _without_rng_states(theirs):
             raise InvalidPlan(f"{which} node {node.name} has arguments {mine}, in the joint graph {theirs}")
@@ -113,7 +113,7 @@ def _backward_interface(partition: Partition, joint: JointGraph) -> None:
     expected = [name for name in expected if name in set(taken) or not _is_object(name, joint)]
     if taken != expected:
         raise InvalidPlan(f"the forward saves {expected}, the backward takes {taken}")
-    mine = _names(_results(partition.backward))
+    mine = [original_name(n) if isinstance(n, str) else n for n in _names(_results(partition.backward))]
     theirs = _names(joint.outputs[joint.num_fwd_outputs :])
     if mine != theirs:
         raise InvalidPlan(f"the backward returns {mine}, the joint graph {theirs}")
@@ -125,16 +125,19 @@ def _is_object(name: Any, joint: JointGraph) -> bool:
 
 
 def _runs_once(partition: Partition, joint: JointGraph, rules: Rules) -> None:
-    forward = {node.name for node in partition.forward.graph.nodes if node.op == "call_function"}
     written = {node.name for node in joint.written_primals}
-    for node in partition.backward.graph.nodes:
+    seen: set[str] = set()
+    for node in (*partition.forward.graph.nodes, *partition.backward.graph.nodes):
+        in_backward = node.graph is partition.backward.graph
         reads = [user for user in node.users if not (ops.is_mutating(user) and user.args[0] is node)]
-        if node.op == "placeholder" and node.name in written and reads:
+        if in_backward and node.op == "placeholder" and node.name in written and reads:
             raise InvalidPlan(f"the backward reads input {node.name}, which the forward writes")
-        if node.op != "call_function" or node.name not in forward:
+        if node.op != "call_function":
             continue
-        reason = rules.no_recompute.get(joint.by_name[node.name])
-        if reason:
-            raise InvalidPlan(
-                f"{node.name} ({ops.name(node)}; {ops.user_source(node)}) runs in both graphs: {reason}"
-            )
+        original = joint.by_name[original_name(node.name)]
+        reason = rules.no_recompute.get(original)
+        if original in joint.tangent_closure and not reason:
+            reason = "it belongs to the backward"
+        if original.name in seen and reason:
+            raise InvalidPlan(f"{original.name} ({ops.name(node)}; {ops.user_source(node)}) runs twice: {reason}")
+        seen.add(original.name)

@@ -28,6 +28,16 @@ _ROUTES: Final = frozenset(
 )  # fmt: skip
 
 
+# Their integer results are made from their integer arguments, the floats do not matter; but for the mode "max".
+_INTEGERS_FROM_INTEGERS: Final = frozenset({aten._embedding_bag, aten._embedding_bag_forward_only})
+_BAG_MODE: Final = 4  # the argument's place
+_BAG_MAXIMUM: Final = 2
+
+
+def _is_maximum(bag: fx.Node) -> bool:
+    return len(bag.args) > _BAG_MODE and bag.args[_BAG_MODE] == _BAG_MAXIMUM
+
+
 def is_discrete(node: fx.Node) -> bool:
     """Whether the node's one tensor holds integers or truths."""
     tensors = tensors_of(node.meta.get("val"))
@@ -43,6 +53,8 @@ def jumps(node: fx.Node) -> bool:
         return False
     source = node.args[0] if ops.is_item(node) else node
     if not isinstance(source, fx.Node) or not any(_has_floats(argument) for argument in source.all_input_nodes):
+        return False
+    if getattr(source.target, "overloadpacket", None) in _INTEGERS_FROM_INTEGERS and not _is_maximum(source):
         return False
     return tensors_of(node.meta["val"])[0].dtype is not torch.bool or _routes(node)
 

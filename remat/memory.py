@@ -3,7 +3,7 @@
 Views own nothing. Inputs, parameters and constants cost nothing: they were there before. All results of an
 operator are born with it. Forward outputs live to the end of the step, since the caller holds them; saved values
 to their last use in the backward; gradients to its end, since AOTAutograd returns them together; incoming
-gradients from the start of the backward to their last use.
+gradients from the start of the backward to their last use. What runs again makes new memory, which later readers take.
 
 Fused (Inductor), a pointwise value whose readers can all compute it in their own kernels is never written: it
 takes no memory, and what it is computed from lives until those readers have run.
@@ -11,10 +11,12 @@ takes no memory, and what it is computed from lives until those readers have run
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,12 +26,38 @@ from remat.costs import owned_bytes, tensor_bytes
 from remat.ops import Kind
 from remat.plan import Plan
 
+Scratch = Callable[[fx.Node], int]
+
+
+class Role(enum.Enum):
+    """What a piece of memory is there for."""
+
+    OUTPUT = "forward output"
+    SAVED = "saved"
+    INCOMING = "incoming gradient"
+    RECOMPUTED = "recomputed"
+    TEMPORARY = "temporary"
+    GRADIENT = "gradient"
+    SCRATCH = "kernel scratch"
+
+
+@dataclass(frozen=True)
+class Life:
+    """One piece of memory: the value's name, its role, its bytes, and the first and last step it is alive in."""
+
+    name: str
+    role: Role
+    bytes: int
+    born: int
+    last: int
+
 
 @dataclass(frozen=True)
 class Timeline:
     """Bytes alive during each step; `names` holds the node run at each, forward first.
 
-    `boundary_bytes` are alive between the two: forward outputs, saved values, incoming gradients.
+    `boundary_bytes` are alive between the two: forward outputs, saved values, incoming gradients. `lives` is every
+    piece of memory, by the order of its birth.
     """
 
     alive_bytes: tuple[int, ...]
@@ -37,6 +65,7 @@ class Timeline:
     forward_steps: int
     saved_bytes: int
     boundary_bytes: int
+    lives: tuple[Life, ...]
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -46,13 +75,26 @@ class Timeline:
     @property
     def peak_at(self) -> str:
         """The node during which the peak is reached first."""
-        if self.peak_bytes in self.alive_bytes:
-            return self.names[self.alive_bytes.index(self.peak_bytes)]
-        return "the start of the backward"
+        step = self._peak_step
+        return "the start of the backward" if step is None else self.names[step]
+
+    @property
+    def alive_at_peak(self) -> tuple[Life, ...]:
+        """What is alive at the peak, largest first."""
+        step = self.forward_steps if self._peak_step is None else self._peak_step
+        there = [life for life in self.lives if life.born <= step <= life.last and life.bytes]
+        return tuple(sorted(there, key=lambda life: -life.bytes))
+
+    @cached_property
+    def _peak_step(self) -> int | None:
+        return self.alive_bytes.index(self.peak_bytes) if self.peak_bytes in self.alive_bytes else None
 
 
-def simulate(plan: Plan, fused: bool) -> Timeline:
-    """Play a plan's forward and backward, under Inductor (`fused`) or op by op."""
+def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timeline:
+    """Play a plan's forward and backward, under Inductor (`fused`) or op by op.
+
+    `scratch` gives the bytes that an operator's kernel takes for itself while it runs.
+    """
     joint = plan.joint
     forward = [node for node in plan.forward if node.op == "call_function"]
     held = {ops.view_base(node) for node in joint.forward_outputs}
@@ -60,18 +102,46 @@ def simulate(plan: Plan, fused: bool) -> Timeline:
     gradients = {ops.view_base(node) for node in joint.backward_outputs}
     tangents = {node for node in joint.tangents if node.users}
     passed = sorted(saved | tangents, key=joint.index.__getitem__)
+    lasting = dict.fromkeys(saved, Role.SAVED) | dict.fromkeys(held, Role.OUTPUT)
+    again = dict.fromkeys((n for n in plan.backward if n not in joint.tangent_closure), Role.RECOMPUTED)
+    ending = dict.fromkeys(gradients, Role.GRADIENT)
+    first = _Pass(forward, fused, (), held | saved, lasting | ending, scratch)
+    second = _Pass(plan.backward, fused, passed, (held & saved) | gradients, again | ending, scratch)
+    start, end = len(forward), len(forward) + len(plan.backward) - 1
     # What the caller holds and the backward computes again is there twice.
-    held_only = sum(map(_storage_bytes, held - saved))
-    first = _Pass(forward, fused, before=(), forever=held | saved)
-    second = _Pass(plan.backward, fused, before=passed, forever=(held & saved) | gradients)
-    names = [node.name for node in (*forward, *plan.backward)]
+    returned = [life for node in held - saved if (life := _held(node, start, end)).bytes]
+    lives = [*first.lives(), *returned]
+    lives += [replace(life, born=life.born + start, last=life.last + start) for life in second.lives()]
+    alive = _alive([life for life in lives if life.role is not Role.SCRATCH], end + 1)
+    for life in lives:
+        if life.role is Role.SCRATCH:
+            alive[life.born] += life.bytes
     return Timeline(
-        (*first.alive_bytes(), *(count + held_only for count in second.alive_bytes())),
-        tuple(names),
+        tuple(alive),
+        _call_names(plan) + plan.backward_names,
         len(forward),
         sum(map(_storage_bytes, saved)),
-        sum(map(_storage_bytes, passed)) + held_only,
+        sum(map(_storage_bytes, passed)) + sum(life.bytes for life in returned),
+        tuple(lives),
     )
+
+
+def _call_names(plan: Plan) -> tuple[str, ...]:
+    named = zip(plan.forward, plan.forward_names, strict=True)
+    return tuple(name for node, name in named if node.op == "call_function")
+
+
+def _held(node: fx.Node, start: int, end: int) -> Life:
+    return Life(node.name, Role.OUTPUT, _storage_bytes(node), start, end)
+
+
+def _alive(lives: Iterable[Life], steps: int) -> list[int]:
+    change = [0] * (steps + 1)
+    for life in lives:
+        if life.last >= life.born:
+            change[life.born] += life.bytes
+            change[life.last + 1] -= life.bytes
+    return list(itertools.accumulate(change[:steps]))
 
 
 def _storage_bytes(node: fx.Node) -> int:
@@ -85,39 +155,67 @@ def _is_tangent(node: fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pass:
-    """One of the two graphs, in the order it runs."""
+    """One of the two graphs, in the order it runs; a node may run more than once.
+
+    before: the memory that is there at the start. forever: what lives to the end, in its newest version.
+    """
 
     order: Sequence[fx.Node]
     fused: bool
     before: Iterable[fx.Node]
     forever: set[fx.Node]
+    roles: dict[fx.Node, Role]
+    scratch: Scratch | None
 
-    def alive_bytes(self) -> list[int]:
-        """Bytes alive while each node runs: born at or before it, not yet past their last use."""
-        position = {node: step for step, node in enumerate(self.order)}
-        runs_at = self._kernel_steps(position)
-        last: dict[fx.Node, int] = {}
-        for node in self.order:
+    def lives(self) -> list[Life]:
+        """Every piece of memory: born at or before a step, not yet past its last use."""
+        runs_at = self._kernel_steps
+        newest: dict[fx.Node, int] = {}  # by the node that owns memory: its place in `found`
+        found: list[Any] = []
+        for node in self.before:
+            newest[node] = len(found)
+            found.append([node, _storage_bytes(node), 0, -1, Role.INCOMING if _is_tangent(node) else Role.SAVED])
+        for step, node in enumerate(self.order):
             for argument in node.all_input_nodes:
-                base = ops.view_base(argument)
-                last[base] = max(last.get(base, -1), runs_at[node])
+                place = newest.get(ops.view_base(argument))
+                if place is not None:
+                    found[place][3] = max(found[place][3], runs_at[step])
+            born = self._born(node, step)
+            if not ops.is_item(node):
+                newest.pop(node, None)
+            written = runs_at[step] == step or any(storage in self.forever for storage, _ in born)
+            # A result lives at least as long as the tuple that it came in.
+            last = max([step, *(runs_at[reader] for reader in self._readers[step])]) if len(born) > 1 else step
+            for storage, size in born if written else ():  # else it is inside a later kernel, never written
+                newest[storage] = len(found)
+                found.append([storage, size, step, last, self.roles.get(storage, Role.TEMPORARY)])
         end = len(self.order) - 1
-        lives = [(node, _storage_bytes(node), 0, last.get(node, -1)) for node in self.before]
-        for node, step in position.items():
-            for storage, size in self._born(node, position):
-                if runs_at[node] == step or storage in self.forever:  # else it is inside a later kernel, never written
-                    # A result lives at least as long as the tuple that it came in.
-                    lives.append((storage, size, step, max(last.get(storage, step), last.get(node, step), step)))
-        lives = [(node, size, born, end if node in self.forever else dies) for node, size, born, dies in lives]
-        change = [0] * (len(self.order) + 1)
-        for _, size, born, dies in lives:
-            change[born] += size
-            change[dies + 1] -= size
-        return list(itertools.accumulate(change[: len(self.order)]))
+        for node in self.forever & newest.keys():
+            found[newest[node]][3] = end
+        lives = [Life(node.name, role, size, born, last) for node, size, born, last, role in found]
+        if self.scratch is not None:
+            lives += [
+                Life(node.name, Role.SCRATCH, size, step, step)
+                for step, node in enumerate(self.order)
+                if (size := self.scratch(node))
+            ]
+        return lives
 
-    def _born(self, node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[fx.Node, int]]:
+    @cached_property
+    def _readers(self) -> list[list[int]]:
+        """For each step the steps that read its node as it was made there."""
+        readers: list[list[int]] = [[] for _ in self.order]
+        newest: dict[fx.Node, int] = {}
+        for step, node in enumerate(self.order):
+            for argument in node.all_input_nodes:
+                if argument in newest:
+                    readers[newest[argument]].append(step)
+            newest[node] = step
+        return readers
+
+    def _born(self, node: fx.Node, step: int) -> list[tuple[fx.Node, int]]:
         """Storages that running this node creates, with their bytes; a result that nobody takes is the tuple's."""
         value = node.meta.get("val")
         if not isinstance(value, list | tuple):
@@ -125,26 +223,28 @@ class _Pass:
             return [(node, size)] if size else []
         if ops.is_view(node):
             return []
-        taken = {user.args[1]: user for user in node.users if ops.is_item(user) and user in position}
+        readers = [self.order[reader] for reader in self._readers[step]]
+        taken = {user.args[1]: user for user in readers if ops.is_item(user)}
         return [
             (taken.get(index, node), tensor_bytes(item))
             for index, item in enumerate(value)
             if isinstance(item, torch.Tensor)
         ]
 
-    def _kernel_steps(self, position: dict[fx.Node, int]) -> dict[fx.Node, int]:
-        """The step at which each node's arguments are last read: its own, or its readers' if it is inlined there."""
-        steps = dict(position)
+    @cached_property
+    def _kernel_steps(self) -> list[int]:
+        """The step at which each step's arguments are last read: its own, or its readers' if it is inlined there."""
+        steps = list(range(len(self.order)))
         if not self.fused:
             return steps
-        loops: set[fx.Node] = set()  # nodes that a pointwise producer can be inlined into
-        for node in reversed(self.order):
+        loops: set[int] = set()  # steps that a pointwise producer can be inlined into
+        for step in reversed(range(len(self.order))):
+            node, readers = self.order[step], self._readers[step]
             kind = ops.kind(node)
-            readers = [user for user in node.users if user in position]
             kept = node in self.forever or ops.view_base(node) in self.forever
-            absorbed = bool(readers) and not kept and all(user in loops for user in readers)
+            absorbed = bool(readers) and not kept and all(reader in loops for reader in readers)
             if kind in (Kind.POINTWISE, Kind.REDUCTION) or (kind is Kind.VIEW and absorbed):
-                loops.add(node)
+                loops.add(step)
             if absorbed and kind in (Kind.POINTWISE, Kind.VIEW, Kind.FACTORY):
-                steps[node] = max(steps[user] for user in readers)
+                steps[step] = max(steps[reader] for reader in readers)
         return steps

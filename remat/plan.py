@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from torch import fx
 
@@ -19,6 +21,7 @@ class Plan:
     saved: values passed from forward to backward, in graph order (inputs that the backward reads among them).
     forward: the nodes that the forward runs, in order.
     backward: the nodes that the backward runs, in order; a forward value among them is recomputed there.
+    In both a node may run more than once; what stands after it reads its newest result.
     solver: who proposed it ("torch", "cut", "random", ...), for the report.
     """
 
@@ -30,16 +33,60 @@ class Plan:
 
     @cached_property
     def recomputed(self) -> tuple[fx.Node, ...]:
-        """Operators that run in the forward and again in the backward; views and sizes, which are free, left out."""
+        """Operators that run again, once for each time; views and sizes, which are free, left out."""
         free = (ops.Kind.VIEW, ops.Kind.SYMBOLIC, ops.Kind.CONSTANT, ops.Kind.INPUT)
-        return tuple(
-            n for n in self.backward if n in self.forward_set and not ops.is_item(n) and ops.kind(n) not in free
-        )
+        seen: set[fx.Node] = set()
+        again = []
+        for node in (*self.forward, *self.backward):
+            if node in seen and not ops.is_item(node) and ops.kind(node) not in free:
+                again.append(node)
+            seen.add(node)
+        return tuple(again)
+
+    @cached_property
+    def forward_names(self) -> tuple[str, ...]:
+        """A name for each run of the forward: the node's, with a number from the second on."""
+        runs: dict[fx.Node, int] = {}
+        names = []
+        for node in self.forward:
+            runs[node] = runs.get(node, 0) + 1
+            names.append(node.name if runs[node] == 1 else f"{node.name}__run{runs[node]}")
+        return tuple(names)
+
+    @cached_property
+    def backward_names(self) -> tuple[str, ...]:
+        """A name for each run of the backward: the node's where it computes it once, from what bears its own name.
+
+        A node that is saved and runs again, runs twice, or reads such a one, gets a number.
+        """
+        runs = dict.fromkeys(self.saved, 1)
+        renamed: set[fx.Node] = set()
+        names = []
+        for node in self.backward:
+            if node in self.joint.tangent_closure:
+                names.append(node.name)
+                continue
+            runs[node] = runs.get(node, 0) + 1
+            if runs[node] == 1 and not any(argument in renamed for argument in node.all_input_nodes):
+                names.append(node.name)
+                continue
+            renamed.add(node)
+            runs[node] = max(runs[node], 2)
+            names.append(f"{node.name}__run{runs[node]}")
+        return tuple(names)
 
     @cached_property
     def forward_set(self) -> frozenset[fx.Node]:
         """The nodes of the forward, for asking whether one is among them."""
         return frozenset(self.forward)
+
+
+_RUN: Final = re.compile(r"__run\d+$")
+
+
+def original_name(name: str) -> str:
+    """The node's name, of the name of one of its runs."""
+    return _RUN.sub("", name)
 
 
 def make_plan(joint: JointGraph, saved: list[fx.Node], solver: str) -> Plan:

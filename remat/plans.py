@@ -1,4 +1,4 @@
-"""Choosing a plan: the default, a budget, the smallest, or a random one for tests.
+"""Choosing a plan: the default, one for a budget (budgets.py), or a random one for tests.
 
 The default plan is the one of least predicted time among the candidates whose saved bytes and whose peak are at most
 those of PyTorch's default cut. Candidates are that cut and the minimum cuts at a ladder of prices of a byte: vertices
@@ -9,8 +9,7 @@ faster by a hair and keep as much as PyTorch: on the 12-layer GPT-2 211 MiB, whe
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -19,14 +18,15 @@ from torch import fx
 
 from remat import costs as cost_model
 from remat import ops, torch_internals
+from remat.budgets import PeakPlanner
 from remat.costs import Costs
-from remat.errors import BudgetUnreachable, RematWarning
 from remat.joint import JointGraph
 from remat.memory import Timeline, simulate
 from remat.mincut import CutSolver
 from remat.network import FlowNetwork, build
 from remat.plan import Plan, make_plan
 from remat.rules import Rules, why_invalid
+from remat.scratch import learn_scratch
 from remat.settings import Settings
 
 # Prices of a byte at which the default plan tries a cut, in units of reading that byte once from memory: each rung
@@ -37,8 +37,6 @@ PRICE_LADDER: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 # two plans of the same simulated peak (81.05 MiB) came out at 80.05 and 81.00. So a plan must be predicted this much
 # lower to be taken as no higher.
 FUSED_PEAK_MARGIN: Final = 0.04
-# The bisection on the price of a byte for a budget stops at a relative step of 1 / this.
-PRICE_STEPS: Final = 1000
 # A random plan draws each price as 10 to the power of a number below this: far apart, so that plans differ.
 RANDOM_DECADES: Final = 6
 
@@ -51,11 +49,12 @@ class Candidate:
     seconds: float
     saved_bytes: int
     fused: bool
+    scratch: Mapping[fx.Node, int]
 
     @cached_property
     def timeline(self) -> Timeline:
         """The plan as it will run."""
-        return simulate(self.plan, self.fused)
+        return simulate(self.plan, self.fused, lambda node: self.scratch.get(node, 0))
 
     @property
     def peak_bytes(self) -> int:
@@ -95,12 +94,25 @@ class Planner:
             return torch_default, torch_default
         if self.settings.plan_seed is not None:
             return self.random(self.settings.plan_seed), torch_default
-        if self.settings.budget == "min":
-            return self.smallest(), torch_default
-        default = self.default(self._obeying_the_rules(torch_default))
+        obeying = self._obeying_the_rules(torch_default)
+        default = self.default(obeying)
         if self.settings.budget is None:
             return default, torch_default
-        return self.within(float(self.settings.budget), default), torch_default
+        return self.within(default, obeying), torch_default
+
+    def within(self, default: Candidate, torch_default: Candidate) -> Candidate:
+        """The plan for the budget of the settings: a peak, in bytes or as a fraction of the default plan's."""
+        budget = self.settings.budget
+        seeds = [default.plan, torch_default.plan, *([self.smallest().plan] if default.fused else [])]
+        planner = PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds)
+        if budget == "min":
+            plan = planner.smallest()
+        elif isinstance(budget, int):
+            plan = planner.within(budget)
+        else:
+            assert isinstance(budget, float)
+            plan = planner.within(int(budget * planner.peak_bytes(default.plan)))
+        return self._priced(plan)
 
     # --- candidates ---------------------------------------------------------------------------------------
 
@@ -122,12 +134,20 @@ class Planner:
 
     def candidate(self, saved: list[fx.Node], solver: str) -> Candidate:
         """A set of saved values with its schedule and its price."""
-        plan = make_plan(self.joint, saved, solver)
+        return self._priced(make_plan(self.joint, saved, solver))
+
+    def _priced(self, plan: Plan) -> Candidate:
         price = sum(self.costs.save_price(node) for node in plan.saved) + sum(
             self.costs.recompute_price(node) for node in plan.backward if node in plan.forward_set
         )
         count_bytes = sum(cost_model.saved_bytes(node) for node in plan.saved)
-        return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, self.settings.inner == "inductor")
+        fused = self.settings.inner == "inductor"
+        return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, fused, self.scratch)
+
+    @cached_property
+    def scratch(self) -> dict[fx.Node, int]:
+        """What each operator's kernel takes for itself, op by op; under Inductor it is not known."""
+        return {} if self.settings.inner == "inductor" else learn_scratch(self.joint)
 
     def torch_default(self) -> Candidate:
         """What PyTorch's partitioner saves at its budget 1.0.
@@ -182,26 +202,6 @@ class Planner:
         fitting = [found for found in between if found.fits_within(torch_default)]
         return min([*fitting, torch_default], key=lambda found: found.seconds)
 
-    def within(self, fraction: float, default: Candidate) -> Candidate:
-        """The fastest plan found whose saved bytes are at most this fraction of the default plan's."""
-        allowed = int(fraction * default.saved_bytes)
-        if default.saved_bytes <= allowed:
-            return default
-        best = self.smallest()
-        if best.saved_bytes > allowed:
-            self._unreachable(fraction, best, default)
-            return best
-        pool = [best, *map(self.cut, self.ladder())]
-        low, high = 0, 1
-        while self.cut(high).saved_bytes > allowed:
-            low, high = high, high * 16
-        while high - low > max(1, low // PRICE_STEPS):
-            middle = (low + high) // 2
-            pool.append(self.cut(middle))
-            low, high = (low, middle) if pool[-1].saved_bytes <= allowed else (middle, high)
-        pool += self._between(low, high, lambda found: found.saved_bytes <= allowed)
-        return min((c for c in pool if c.saved_bytes <= allowed), key=lambda c: (c.seconds, c.saved_bytes))
-
     def _between(self, low: int, high: int, fits: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Plans between two neighbours of the frontier, which for a model of equal layers lie far apart.
 
@@ -215,18 +215,8 @@ class Planner:
             yield candidate
             first, last = (first, middle) if fits(candidate) else (middle, last)
 
-    def _unreachable(self, fraction: float, smallest: Candidate, default: Candidate) -> None:
-        message = (
-            f"budget={fraction} allows {int(fraction * default.saved_bytes)} saved bytes; the smallest plan of this "
-            f"graph saves {smallest.saved_bytes} ({smallest.saved_bytes / max(default.saved_bytes, 1):.2f} of the "
-            f"default plan's {default.saved_bytes})"
-        )
-        if self.settings.strict:
-            raise BudgetUnreachable(message)
-        warnings.warn(message + "; taking it", RematWarning, stacklevel=2)
-
     def smallest(self) -> Candidate:
-        """The plan that saves fewest bytes: whatever may be recomputed is, among equals the fastest."""
+        """The plan that saves fewest bytes (its peak need not be low): among equals the fastest."""
         total = 1 + sum(self.costs.recompute_price(node) + self.costs.save_price(node) for node in self.joint.nodes)
         return self.cut(total, "smallest")
 

@@ -164,7 +164,8 @@ class Problem:
                 change[last + 1] -= size
                 continue
             start = self._held_from(value, rank) if value in self.held else len(fixed)
-            if maker in self.once and users and self.boundary is not None:  # made in the forward, and never again
+            if maker in self.once and users and self.boundary in self._descendants(value):
+                assert self.boundary is not None  # made before it, and never again
                 users = list(range(rank[self.boundary], max(users) + 1))
             for user in users:
                 if user < start:

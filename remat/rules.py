@@ -162,8 +162,11 @@ def why_invalid(plan: Plan, rules: Rules) -> str | None:
         for argument in node.all_input_nodes:
             if argument.op == "placeholder" and argument not in available:
                 return f"the backward's {_told(node)} reads the input {argument.name}, which is not saved"
-        if node in plan.forward_set and node in rules.no_recompute:
+    seen: set[fx.Node] = set()
+    for node in (*plan.forward, *plan.backward):
+        if node in seen and node in rules.no_recompute:
             return f"it recomputes {_told(node)}, which may not be: {rules.no_recompute[node]}"
+        seen.add(node)
     return None
 
 

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,12 @@ Ints = NDArray[np.int64]
 EARLIER_STEPS: Final = (8, 32, 128)
 
 
-@dataclass(frozen=True)
-class Gap:
-    """A version (made at `event`, of `value`) between two of its uses: evicting it there hands on uses[first_use:]."""
+class Gap(NamedTuple):
+    """A version (made at `event`, of `value`) right before one of its readers, when nobody else reads it."""
 
     event: int
     value: int
-    first_use: int
+    reader: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,11 @@ class Schedule:
             self.runs[operator] += 1
             if operator == problem.boundary:
                 self.boundary_event = event
+        self.evictable = [
+            value
+            for value, size in enumerate(problem.size)
+            if size and problem.producer[value] not in problem.once and problem.readers[value]
+        ]
         self.alive: Ints = np.array(problem.profile(sequence), dtype=np.int64)
         self.cost = problem.recompute_cost(sequence)
 
@@ -122,25 +126,28 @@ class Schedule:
             found = event
         return found
 
-    def gaps_at(self, position: int) -> list[tuple[Gap, int, int]]:
-        """Where a version is alive during a step without being read there: gap, its first and its last position."""
+    def gaps_at(self, position: int) -> list[Gap]:
+        """Where a version is alive during a step without being read there."""
         problem, found = self.problem, []
         place: list[int] = self.position.tolist()
-        for value, events in enumerate(self.made):
-            if not problem.size[value] or problem.producer[value] in problem.once:
-                continue
-            for event in events:
+        for value in self.evictable:
+            for event in self.made[value]:
                 readers = self.uses[event][value]
                 if place[event] >= position or not readers or place[readers[-1]] <= position:
                     continue
-                if self.is_held(event, value):
-                    continue
                 index = bisect_left(readers, position, key=place.__getitem__)
-                if place[readers[index]] == position:
-                    continue
-                start = place[readers[index - 1]] if index else place[event]
-                found.append((Gap(event, value, index), start + 1, place[readers[index]] - 1))
+                if place[readers[index]] > position and not (value in problem.held and self.is_held(event, value)):
+                    found.append(Gap(event, value, readers[index]))
         return found
+
+    def span(self, gap: Gap) -> tuple[int, int] | None:
+        """First and last position of a gap; None where the reader reads another version by now."""
+        if self.source[gap.reader].get(gap.value) != gap.event:
+            return None
+        readers = self.uses[gap.event][gap.value]
+        index = bisect_left(readers, self.position[gap.reader], key=self.position.__getitem__)
+        start = int(self.position[readers[index - 1] if index else gap.event]) + 1
+        return start, int(self.position[gap.reader]) - 1
 
     def second_runs(self) -> list[int]:
         """Events that run an operator again."""

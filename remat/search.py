@@ -10,7 +10,7 @@ All limits count steps, not seconds: the same problem gives the same frontier on
 
 from __future__ import annotations
 
-import math
+import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from remat.problem import Problem
-from remat.schedule import EARLIER_STEPS, Eviction, Hoist, Schedule
+from remat.schedule import EARLIER_STEPS, Eviction, Gap, Schedule
 
 # One step down the budgets, as a share of the last.
 STEP_DOWN: Final = 0.02
@@ -122,48 +122,55 @@ class Repair:
         return found
 
     def _relieve(self, event: int) -> bool:
-        """Evict at one step until it fits."""
-        schedule, moved = self.schedule, False
-        while True:
-            at = int(schedule.position[event])
-            if schedule.alive[at] <= self.budget:
-                return True
-            before = int(schedule.alive[at])
-            best = self._best(at)
-            if best is None:
+        """Evict at one step until it fits. Ratios are looked up again only where they would win (lazy greedy)."""
+        schedule = self.schedule
+        while schedule.alive[schedule.position[event]] > self.budget:
+            before = int(schedule.alive[schedule.position[event]])
+            if not self._hoist(event):
+                self._evict_in_turn(event)
+            if int(schedule.alive[schedule.position[event]]) >= before:
                 return False
-            self.moves += 1
-            if isinstance(best, Hoist):
-                schedule.hoist(best)
-                continue
-            schedule.evict(best)
-            self.rate = max(best.cost, 1) / best.relief
-            if int(schedule.alive[int(schedule.position[event])]) >= before:
-                return False
+        return True
 
-    def _best(self, at: int) -> Eviction | Hoist | None:
-        schedule, budget = self.schedule, self.budget
-        over = np.concatenate([[0], np.cumsum(schedule.alive > budget)])
-        problem = schedule.problem
-        candidates = []
-        for gap, start, end in schedule.gaps_at(at):
-            steps = int(over[end + 1] - over[start])
-            bound = steps * problem.size[gap.value] / (problem.cost[problem.producer[gap.value]] + 1)
-            candidates.append((bound, gap, start, end))
-            hoist = schedule.evaluate_hoist(gap, start, end, budget) if end + 1 < len(schedule.order) else None
-            if hoist is not None:
-                return hoist  # it costs nothing
-        candidates.sort(key=lambda item: -item[0])
-        best: Eviction | None = None
-        ratio = 0.0
-        for bound, gap, start, end in candidates:
-            if bound <= ratio:
-                break
-            limit = bound * (problem.cost[problem.producer[gap.value]] + 1) / ratio if ratio else math.inf
-            found = schedule.evaluate(gap, start, end, budget, self.rate, limit)
-            if found is not None and found.relief / (found.cost + 1) > ratio:
-                best, ratio = found, found.relief / (found.cost + 1)
-        return best
+    def _hoist(self, event: int) -> bool:
+        schedule, at = self.schedule, int(self.schedule.position[event])
+        for gap in schedule.gaps_at(at):
+            span = schedule.span(gap)
+            move = schedule.evaluate_hoist(gap, *span, self.budget) if span else None
+            if move is not None:
+                schedule.hoist(move)  # it costs nothing
+                self.moves += 1
+                return True
+        return False
+
+    def _evict_in_turn(self, event: int) -> None:
+        """Evict what is alive at one step, best ratio of relief to cost first, until it fits or nothing helps."""
+        schedule, problem = self.schedule, self.schedule.problem
+        at = int(schedule.position[event])
+        over = np.concatenate([[0], np.cumsum(schedule.alive > self.budget)])
+        heap: list[tuple[float, int, Gap, Eviction | None, int]] = []
+        for number, gap in enumerate(schedule.gaps_at(at)):
+            span = schedule.span(gap)
+            assert span is not None
+            steps = int(over[span[1] + 1] - over[span[0]])
+            most = steps * problem.size[gap.value] / (problem.cost[problem.producer[gap.value]] + 1)
+            heap.append((-most, number, gap, None, -1))
+        heapq.heapify(heap)
+        moves = 0
+        while heap and schedule.alive[schedule.position[event]] > self.budget:
+            ratio, number, gap, found, known_at = heapq.heappop(heap)
+            if found is not None and known_at == moves:
+                schedule.evict(found)
+                self.rate = max(found.cost, 1) / found.relief
+                moves += 1
+                continue
+            span = schedule.span(gap)
+            if span is None or not span[0] <= schedule.position[event] <= span[1]:
+                continue
+            found = schedule.evaluate(gap, *span, self.budget, self.rate)
+            if found is not None:
+                heapq.heappush(heap, (-found.relief / (found.cost + 1), number, gap, found, moves))
+        self.moves += moves
 
 
 def _excess(schedule: Schedule, budget: int) -> int:
@@ -200,20 +207,22 @@ def descend(problem: Problem, starts: Sequence[Point], frontier: Frontier, floor
     for start in starts:
         frontier.add(start)
     budget = max(start.peak for start in starts)
-    current: Schedule | None = None
+    schedule: Schedule | None = None
     while budget > floor:
+        above = budget
         budget = max(floor, int(budget * (1 - step)))
-        results = []
-        known = frontier.within(int(budget / (1 - step)))
-        candidates = [Schedule(problem, known.sequence)] if known is not None else []
-        for schedule in candidates:
-            repair = Repair(schedule, budget)
-            if repair.run():
-                schedule = repair.schedule
-                while keep_what_fits(schedule, budget):
-                    pass
-                results.append(schedule)
-        if not results:
-            return
-        best = min(results, key=lambda schedule: schedule.cost)
-        frontier.add(Point(best.peak, best.cost, best.sequence(), "search"))
+        known = frontier.within(above)
+        if known is not None and (schedule is None or known.cost < schedule.cost):
+            schedule = Schedule(problem, known.sequence)
+        assert schedule is not None
+        repair = Repair(schedule, budget)
+        if not repair.run():
+            known = frontier.within(budget)
+            if known is None:
+                return
+            schedule = Schedule(problem, known.sequence)
+        else:
+            schedule = repair.schedule
+        while keep_what_fits(schedule, budget):
+            pass
+        frontier.add(Point(schedule.peak, schedule.cost, schedule.sequence(), "search"))

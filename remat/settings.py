@@ -11,13 +11,14 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from remat.errors import SettingError
 
-Budget = float | str | None
+Budget = float | int | str | None
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off")
 
@@ -109,13 +110,35 @@ def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return parsed
 
 
-def _budget(value: Any) -> float | str:
+_UNITS: Final = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40
+}  # fmt: skip
+
+
+def _budget(value: Any) -> float | int | str:
+    """A fraction of the default plan's peak as a float, bytes as an int, or "min"."""
     if isinstance(value, str) and value.strip().lower() == "min":
         return "min"
-    fraction = _number(value)
-    if not 0 < fraction <= 1:
+    if isinstance(value, str):
+        matched = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?b)?\s*", value, re.IGNORECASE)
+        if matched is None:
+            raise ValueError
+        number, unit = matched.groups()
+        if unit:
+            return _whole_bytes(_number(number) * _UNITS[unit.upper()])
+        value = _number(number) if not number.isdigit() else int(number)
+    number = _number(value)
+    if 0 < number <= 1:
+        return number
+    if isinstance(value, float) and value != int(value):
         raise ValueError
-    return fraction
+    return _whole_bytes(number)
+
+
+def _whole_bytes(number: float) -> int:
+    if number < 1:
+        raise ValueError
+    return int(number)
 
 
 def _integer(value: Any) -> int:
@@ -153,8 +176,8 @@ def _path(value: Any) -> str:
 _WEIGHT = "a number >= 0"
 TABLE: Final[tuple[Setting, ...]] = (
     Setting(
-        "budget", _optional(_budget), "none, a fraction in (0, 1], or min",
-        "Saved bytes allowed, as a fraction of the default plan's; min recomputes whatever may be recomputed.",
+        "budget", _optional(_budget), "none, a fraction in (0, 1], bytes (8GiB, 500MB, an integer), or min",
+        "Peak memory allowed (see Budgets), as bytes or a fraction of the default plan's peak; min: the smallest peak.",
     ),
     Setting(
         "partitioner", _one_of("remat", "torch"), "remat or torch",

@@ -116,7 +116,7 @@ class _Writer:
 
     def provide(self, node: fx.Node) -> None:
         """Make sure that a node stands here and shows the newest version of its memory; operators have been written."""
-        if node in self.step.number or (ops.is_item(node) and ops.view_base(node) in self.made):
+        if node in self.step.number or (node in self.made and ops.is_item(node) and not ops.is_view(node)):
             return
         free = ops.kind(node) is Kind.SYMBOLIC and node not in self.step.rules.no_save
         if node.op == "placeholder" or (self.saved is not None and (free or node in self.saved)):
@@ -137,8 +137,14 @@ class _Writer:
         self.shows[node] = self.made.get(ops.view_base(node), 0)
 
 
-def training_step(joint: JointGraph, rules: Rules, price: Price, scratch: Price) -> TrainingStep:
-    """Make the problem of a joint graph; `price` and `scratch` give each operator's cost of a run and its own bytes."""
+def training_step(
+    joint: JointGraph, rules: Rules, price: Price, scratch: Price, once: Set[fx.Node]
+) -> TrainingStep:
+    """Make the problem of a joint graph.
+
+    price, scratch: each operator's cost of a run, and the bytes it takes for itself. once: forward values (operators
+    or items) that may not be made twice.
+    """
     nodes = [node for node in joint.nodes if _is_operator(node)]
     forward = [node for node in nodes if node in joint.required_forward]
     rest = [node for node in nodes if node not in joint.required_forward]
@@ -175,14 +181,13 @@ def training_step(joint: JointGraph, rules: Rules, price: Price, scratch: Price)
             found.add(token)
         return tuple(sorted(found))
 
-    forbidden = rules.no_recompute.keys() | rules.unwise_recompute.keys()
-    once = {
+    runs_once = {
         number
         for number, node in enumerate(operators)
         if node is None
         or node in joint.tangent_closure
-        or node in forbidden
-        or any(user in forbidden for user in node.users if ops.is_item(user))
+        or node in once
+        or any(user in once for user in node.users if ops.is_item(user))
     }
     held = {value for node in (*joint.forward_outputs, *joint.backward_outputs) if (value := value_of(node)) is not None}
     problem = Problem(
@@ -192,7 +197,7 @@ def training_step(joint: JointGraph, rules: Rules, price: Price, scratch: Price)
         size=tuple(size),
         scratch=tuple(0 if node is None else scratch(node) for node in operators),
         order=tuple(range(len(operators))),
-        once=frozenset(once),
+        once=frozenset(runs_once),
         held=frozenset(held),
         boundary=boundary,
         unsavable=frozenset(

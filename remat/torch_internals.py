@@ -148,6 +148,36 @@ def current_grad_and_autocast() -> str:
 
 
 
+# --- running an operator while a graph is compiled ----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Leave the fake mode of a compilation, so that tensors made meanwhile are real."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[Any]:
+    """torch's profiler with memory events, without the lines that its library prints."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "5"}):
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+            yield profiler
+
+
+def memory_events(profiler: Any) -> list[tuple[int, int]]:
+    """Every allocation (+) and release (-) that a profiler saw: nanoseconds since the epoch, bytes; in order."""
+    events = profiler.profiler.kineto_results.events()
+    return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+
+
 # --- sizes ---------------------------------------------------------------------------------------------------
 
 

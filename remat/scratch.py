@@ -1,0 +1,118 @@
+"""Bytes that a kernel takes for itself while it runs, learned by running it once.
+
+Op by op, oneDNN's convolutions copy arguments and results into layouts of their own (on a 3x3 convolution of 4 MiB
+images: 4.1 MiB forward, 8 MiB backward), and attention kernels take room for blocks. No formula of ours would hold from
+one release or machine to the next, so each distinct call is run on zeros of the same shapes and strides, under
+torch's profiler, which reports every allocation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from remat import ops, torch_internals
+from remat.costs import NOMINAL_SIZE, tensors_of
+from remat.joint import JointGraph
+from remat.ops import Kind
+
+logger = logging.getLogger("remat")
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Matrix products write into their result alone (test_memory compares every step with the allocator's count).
+_WITHOUT_SCRATCH: Final = frozenset(
+    {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv, aten.mv, aten.dot}
+)
+# Written in terms of others, of whose results they hold several: 14 MiB where the result has 1 (torch 2.13, on a CPU).
+_COMPOSED: Final = frozenset(
+    {prims._low_memory_max_pool_with_offsets, prims._low_memory_max_pool_offsets_to_indices}
+)
+_known: dict[str, int] = {}
+
+
+def learn_scratch(joint: JointGraph) -> dict[fx.Node, int]:
+    """The bytes that each operator's kernel takes beside its results, above zero; nodes not in it take none."""
+    calls = {node: _signature(node) for node in joint.nodes if _may_take_scratch(node)}
+    new: dict[str, fx.Node] = {}
+    for node, signature in calls.items():
+        if signature not in _known:
+            new.setdefault(signature, node)
+    if new:
+        with torch_internals.real_tensors(), torch.random.fork_rng(enabled=True), torch.no_grad():
+            _measure(new)
+    return {node: _known[signature] for node, signature in calls.items() if _known[signature]}
+
+
+def _may_take_scratch(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch_internals.has_unbacked_bindings(node):
+        return False
+    if target.overloadpacket in _COMPOSED:
+        return True
+    if ops.kind(node) not in (Kind.CONTRACTION, Kind.EXTERN) or ops.is_mutating(node):
+        return False
+    return target.namespace == "aten" and target.overloadpacket not in _WITHOUT_SCRATCH
+
+
+def _signature(node: fx.Node) -> str:
+    arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Shape(n.meta.get("val")))
+    threads = torch.get_num_threads()
+    return f"{node.target} {arguments!r} {threads}"
+
+
+class _Shape:
+    """How an argument lies in memory, as text; makes one like it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, torch.Tensor):
+            return f"{self.value.dtype} {self.value.device} {_sizes(self.value.shape)} {_sizes(self.value.stride())}"
+        return repr(_sizes([self.value])[0])
+
+    def make(self) -> Any:
+        if not isinstance(self.value, torch.Tensor):
+            return _sizes([self.value])[0]
+        shape, strides = _sizes(self.value.shape), _sizes(self.value.stride())
+        return torch.empty_strided(shape, strides, dtype=self.value.dtype, device=self.value.device).zero_()
+
+
+def _sizes(values: Any) -> list[Any]:
+    symbolic = (int, torch.SymInt)
+    return [torch_internals.nominal_size(v, NOMINAL_SIZE) if isinstance(v, symbolic) else v for v in values]
+
+
+def _measure(calls: dict[str, fx.Node]) -> None:
+    """Run one call of each kind and note its scratch."""
+    spans: dict[str, tuple[int, int, int]] = {}
+    with torch_internals.quiet_profiler() as profiler:
+        for signature, node in calls.items():
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: _Shape(n.meta.get("val")).make())
+            started = time.time_ns()
+            try:
+                result = node.target(*arguments, **keywords)  # type: ignore[operator]
+            except Exception as error:  # zeros are no legal arguments of every operator
+                logger.info("the scratch of %s is not known: %s", ops.name(node), error)
+                _known[signature] = 0
+                continue
+            spans[signature] = (started, time.time_ns(), _owned(result))
+            del result, arguments, keywords
+    events = torch_internals.memory_events(profiler)
+    for signature, (started, ended, owned) in spans.items():
+        alive = highest = 0
+        for moment, count in events:
+            if started <= moment <= ended:
+                alive += count
+                highest = max(highest, alive)
+        _known[signature] = max(0, highest - owned)
+
+
+def _owned(result: Any) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(result)}
+    return sum(storages.values())
