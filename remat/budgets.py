@@ -24,7 +24,7 @@ from remat.mincut import CutSolver
 from remat.network import build
 from remat.plan import Plan, make_plan
 from remat.rules import Rules
-from remat.search import Frontier, Point, descend
+from remat.search import Frontier, Point, make_frontier
 from remat.settings import Settings
 from remat.step import TrainingStep, training_step
 
@@ -67,14 +67,12 @@ class PeakPlanner:
     @cached_property
     def frontier(self) -> Frontier:
         """All points found."""
-        problem, frontier = self.step.problem, Frontier()
-        starts = []
+        seeds = []
         for plan in (*self.seeds, *self._cuts()):
             sequence = self.step.sequence_of(plan)
-            if problem.why_illegal(sequence) is None:
-                starts.append(Point(problem.peak(sequence), problem.recompute_cost(sequence), sequence, plan.solver))
-        descend(problem, starts, frontier, problem.lower_bound_bytes())
-        return frontier
+            if self.step.problem.why_illegal(sequence) is None:
+                seeds.append((sequence, plan.solver))
+        return make_frontier(self.step.problem, seeds)
 
     def _cuts(self) -> list[Plan]:
         """Minimum cuts at growing prices of a byte, on prices of single operators."""

@@ -1,9 +1,9 @@
 """Bytes that a kernel takes for itself while it runs, learned by running it once.
 
 Op by op, oneDNN's convolutions copy arguments and results into layouts of their own (on a 3x3 convolution of 4 MiB
-images: 4.1 MiB forward, 8 MiB backward), and attention kernels take room for blocks. No formula of ours would hold from
-one release or machine to the next, so each distinct call is run on zeros of the same shapes and strides, under
-torch's profiler, which reports every allocation.
+images: 4.1 MiB forward, 8 MiB backward), attention kernels take room for blocks, torch's prims run as several operators
+(14 MiB where the result of a max pool has 1). No formula of ours would hold from one release or machine to the next, so
+each distinct call is run on zeros of the same shapes and strides, under torch's profiler, which reports allocations.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ prims = torch.ops.prims
 _WITHOUT_SCRATCH: Final = frozenset(
     {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv, aten.mv, aten.dot}
 )
-# Written in terms of others, of whose results they hold several: 14 MiB where the result has 1 (torch 2.13, on a CPU).
-_COMPOSED: Final = frozenset(
-    {prims._low_memory_max_pool_with_offsets, prims._low_memory_max_pool_offsets_to_indices}
-)
 _known: dict[str, int] = {}
 
 
@@ -52,11 +48,18 @@ def _may_take_scratch(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch_internals.has_unbacked_bindings(node):
         return False
-    if target.overloadpacket in _COMPOSED:
-        return True
+    if target.namespace == "prims":
+        return not ops.is_item(node)
+    if ops.kind(node) is Kind.POINTWISE and _mixes_dtypes(node):
+        return True  # a mask times a float: the CPU kernel converts the mask first
     if ops.kind(node) not in (Kind.CONTRACTION, Kind.EXTERN) or ops.is_mutating(node):
         return False
     return target.namespace == "aten" and target.overloadpacket not in _WITHOUT_SCRATCH
+
+
+def _mixes_dtypes(node: fx.Node) -> bool:
+    values = [argument.meta.get("val") for argument in node.all_input_nodes]
+    return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) > 1
 
 
 def _signature(node: fx.Node) -> str:

@@ -18,9 +18,15 @@ from typing import Final
 
 import numpy as np
 
+from remat.chain import ChainPlanner, find_stages
 from remat.problem import Problem
 from remat.schedule import EARLIER_STEPS, Eviction, Gap, Schedule
 
+# Ratio of the memory of neighbouring chain schedules that the search starts from.
+CHAIN_STEP: Final = 0.9
+# Shares of the unconstrained peak that the tables of chain schedules cover: the slots of one table are too coarse for
+# the smallest budgets (of 1,024 equal layers a slot of the whole holds four).
+CHAIN_SHARES: Final = (1.0, 0.25, 0.0625)
 # One step down the budgets, as a share of the last.
 STEP_DOWN: Final = 0.02
 
@@ -200,6 +206,38 @@ def keep_what_fits(schedule: Schedule, budget: int) -> int:
             schedule.keep(event)
             kept += 1
     return kept
+
+
+def make_frontier(problem: Problem, seeds: Sequence[tuple[tuple[int, ...], str]]) -> Frontier:
+    """The frontier of a training step, from legal sequences of other solvers, each with its name."""
+    starts = [Point(problem.peak(s), problem.recompute_cost(s), s, origin) for s, origin in seeds]
+    frontier = Frontier()
+    descend(problem, [*starts, *_chain_points(problem, starts)], frontier, problem.lower_bound_bytes())
+    return frontier
+
+
+def _chain_points(problem: Problem, starts: Sequence[Point]) -> list[Point]:
+    """Nested schedules for a ladder of budgets, with what the starts save as options."""
+    kept = [_saved(problem, start.sequence) for start in starts]
+    stages = find_stages(problem)
+    memory, found = max(start.peak for start in starts), []
+    for share in CHAIN_SHARES:
+        planner = ChainPlanner(stages, kept, int(memory * share))
+        costs, last = planner.costs(), -1
+        slots = float(planner.slots)
+        while slots >= 1 and np.isfinite(costs[int(slots)]):
+            if int(slots) != last:
+                last = int(slots)
+                sequence = planner.sequence(last)
+                found.append(Point(problem.peak(sequence), problem.recompute_cost(sequence), sequence, "chain"))
+            slots *= CHAIN_STEP
+    return found
+
+
+def _saved(problem: Problem, sequence: Sequence[int]) -> frozenset[int]:
+    """The values alive while the boundary runs."""
+    at = list(sequence).index(problem.boundary)
+    return frozenset(value for value, born, last in problem.lives(sequence) if born < at < last)
 
 
 def descend(problem: Problem, starts: Sequence[Point], frontier: Frontier, floor: int, step: float = STEP_DOWN) -> None:
