@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -32,6 +33,7 @@ def remat(
     resolved, rest = settings.resolve(options, passthrough=torch_internals.inductor_options())
     if mode is not None and mode not in torch_internals.known_modes():
         raise SettingError(f"mode={mode!r} is not allowed: one of {', '.join(torch_internals.known_modes())}")
+    resolved = _with_torchs_budget(resolved)
     patches = torch_internals.inductor_patches(mode, rest)
     patches["custom_partitioner_fn"] = Partitioner(resolved.for_compiled_code())
     graph = session.graph_hash(gm, example_inputs, (resolved.cache_key(), sorted(map(repr, patches.items()))))
@@ -48,6 +50,14 @@ def remat(
         if not bypass:
             _keep_summaries(compilation)
     return compiled
+
+
+def _with_torchs_budget(resolved: Settings) -> Settings:
+    """torch's `activation_memory_budget` stands for ours where ours is not set."""
+    fraction = torch_internals.memory_budget()
+    if resolved.budget is not None or resolved.partitioner == "torch" or not fraction < 1:
+        return resolved
+    return dataclasses.replace(resolved, budget=fraction if fraction > 0 else "min")
 
 
 def _keep_summaries(compilation: session.Session) -> None:

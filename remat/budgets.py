@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from torch import fx
 
 from remat import ops
+from remat.bound import RecomputeBound
 from remat.costs import FEMTOSECONDS, Costs
 from remat.errors import BudgetUnreachable, RematWarning
 from remat.joint import JointGraph
@@ -31,6 +32,24 @@ from remat.step import TrainingStep, training_step
 # Prices of a byte for the seeds, in units of moving it once: each rung four times the last. The search moves on from
 # them; on the 12-layer GPT-2 a ladder twice as fine changed the frontier's cost by less than 1% (op by op).
 SEED_PRICES: Final = (0.25, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
+
+
+# "min" does not go on where the last percents of memory cost whole forwards: the smallest peak found whose recomputation
+# is at most this many forwards, in FLOPs. Below it a chain of 40 linear layers pays 0.6 forwards for 4% of its peak; a
+# budget in bytes may ask for that.
+MIN_FORWARDS: Final = 1.4
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of a plan for a budget; see PlanSummary."""
+
+    budget_bytes: int
+    smallest_peak_bytes: int
+    peak_bound_bytes: int
+    recompute_seconds: float
+    recompute_bound_seconds: float
+    step_seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,34 +127,78 @@ class PeakPlanner:
         if not self.fused:
             point = self.frontier.within(budget_bytes)
             return self._plan(point) if point else self._unreachable(budget_bytes)
-        for point in sorted(self.frontier.points, key=lambda point: (point.cost, -point.peak)):
-            plan = self._plan(point)
+        for plan in reversed(self._plans):
             if self.peak_bytes(plan) <= budget_bytes:
                 return plan
         return self._unreachable(budget_bytes)
 
     def smallest(self) -> Plan:
-        """The plan of the smallest peak found."""
+        """The plan of the smallest peak found whose recomputation is at most MIN_FORWARDS."""
+        modest = [plan for plan in self._plans if self._forwards(plan) <= MIN_FORWARDS]
         if not self.fused:
-            return self._plan(self.frontier.points[0])
-        plans = [self._plan(point) for point in self.frontier.points]
-        return min(plans, key=self.peak_bytes)
+            return (modest or self._plans)[0]
+        return min(modest or self._plans, key=self.peak_bytes)
 
-    def _bound(self) -> str:
-        """Op by op there is a bound; fused, the simulator's bytes are not the problem's."""
-        return "" if self.fused else f", and none has less than {self.step.problem.lower_bound_bytes():,}"
+    def certificate(self, plan: Plan, budget_bytes: int) -> Certificate:
+        """How near to the best a plan for this budget is (0: "min")."""
+        problem = self.step.problem
+        cost = problem.recompute_cost(self.step.sequence_of(plan))
+        peaks = [self.peak_bytes(self._smallest_of_all)]
+        if self.fused:
+            return Certificate(budget_bytes, peaks[0], 0, cost / FEMTOSECONDS, 0.0, problem.baseline_cost / FEMTOSECONDS)
+        bound = RecomputeBound(problem).within(budget_bytes or self.peak_bytes(plan)) or 0
+        return Certificate(
+            budget_bytes,
+            peaks[0],
+            problem.lower_bound_bytes(),
+            cost / FEMTOSECONDS,
+            bound / FEMTOSECONDS,
+            problem.baseline_cost / FEMTOSECONDS,
+        )
+
+    @cached_property
+    def _plans(self) -> Sequence[Plan]:
+        """The plans of the frontier, by growing peak op by op; each made when it is asked for."""
+        return _Lazily(self.step, self.frontier.points)
+
+    @property
+    def _smallest_of_all(self) -> Plan:
+        return min(self._plans, key=self.peak_bytes) if self.fused else self._plans[0]
+
+    def _forwards(self, plan: Plan) -> float:
+        """FLOPs that run again, in forwards."""
+        once = sum(count for node, count in self.costs.flops.items() if node in plan.forward_set)
+        return sum(self.costs.flops.get(node, 0) for node in plan.recomputed) / max(once, 1)
 
     def _plan(self, point: Point) -> Plan:
-        return self.step.plan_of(point.sequence, point.origin)
+        return self._plans[self.frontier.points.index(point)]
 
     def _unreachable(self, budget_bytes: int) -> Plan:
-        smallest = self.smallest()
-        peak = self.peak_bytes(smallest)
+        smallest = self._smallest_of_all
+        bound = "" if self.fused else f", and none has less than {self.step.problem.lower_bound_bytes():,}"
         message = (
             f"budget={self.settings.budget} allows a peak of {budget_bytes:,} bytes; the smallest plan found for this "
-            f"graph has {peak:,}{self._bound()}"
+            f"graph has {self.peak_bytes(smallest):,}{bound}"
         )
         if self.settings.strict:
             raise BudgetUnreachable(message)
         warnings.warn(message + "; taking the smallest", RematWarning, stacklevel=2)
         return smallest
+
+
+class _Lazily(Sequence[Plan]):
+    """Plans of points, each made once, when first asked for: writing one out takes longer than finding it."""
+
+    def __init__(self, step: TrainingStep, points: Sequence[Point]) -> None:
+        self.step, self.points = step, points
+        self.made: dict[int, Plan] = {}
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, place: Any) -> Any:
+        place = range(len(self.points))[place]
+        if place not in self.made:
+            point = self.points[place]
+            self.made[place] = self.step.plan_of(point.sequence, point.origin)
+        return self.made[place]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import networkx as nx
+
 from remat.errors import InvalidPlan
 from remat.maxflow import Arcs, maximum_flow, sink_side
 from remat.network import SINK, SOURCE, FlowNetwork, Port, Vertex, explain_conflict
@@ -49,19 +51,38 @@ class CutSolver:
         pairs = [(self._numbers[tail], self._numbers[head]) for tail, head in self.network.graph.edges()]
         return Arcs.build(len(self._vertices), pairs)
 
-    def minimum_cut(self, byte_price: int = 0, upto: int | None = None, byte_price_after: int = 0) -> Cut:
+    def minimum_cut(
+        self, byte_price: int = 0, upto: int | None = None, byte_price_after: int = 0, scale: int = 1
+    ) -> Cut:
         """Cut with `byte_price` femtoseconds added for each saved byte.
 
-        With `upto`, values from that position of the joint graph on pay `byte_price_after` instead.
+        With `upto`, values from that position of the joint graph on pay `byte_price_after` instead. `scale`
+        multiplies all other femtoseconds: at byte_price / scale for a byte, exactly.
         Raises UnsatisfiableCut with the conflict told node by node where no finite cut exists.
         """
+        return self._solve(byte_price, upto, byte_price_after, scale)[0]
+
+    def minimum_cut_and_residual(self, byte_price: int, scale: int = 1) -> tuple[Cut, nx.DiGraph]:
+        """The same cut, and the arcs with room left beside the maximum flow: all minimum cuts follow from them."""
+        cut, room = self._solve(byte_price, None, 0, scale)
+        residual: nx.DiGraph = nx.DiGraph()
+        residual.add_nodes_from(self._vertices)
+        for number, (tail, head) in enumerate(self.network.graph.edges()):
+            if room[2 * number]:
+                residual.add_edge(tail, head)
+            if room[2 * number + 1]:
+                residual.add_edge(head, tail)
+        return cut, residual
+
+    def _solve(self, byte_price: int, upto: int | None, byte_price_after: int, scale: int) -> tuple[Cut, list[int]]:
+        """The certified cut and the room left on every arc and its reverse, numbered as in Arcs."""
         path = self.network.conflict()
         if path:
             raise explain_conflict(self.network, path)
         capacities = [
             None
             if "capacity" not in arc
-            else arc["capacity"]
+            else scale * arc["capacity"]
             + arc.get("bytes", 0) * (byte_price if upto is None or tail[0] < upto else byte_price_after)
             for tail, _, arc in self.network.graph.edges(data=True)
         ]
@@ -69,7 +90,7 @@ class CutSolver:
         reaches = sink_side(self._arcs, residual, self._numbers[SINK])
         cut = Cut(value, frozenset(v for v, inside in zip(self._vertices, reaches, strict=True) if inside))
         self._certify(cut, capacities)
-        return cut
+        return cut, residual
 
     def _certify(self, cut: Cut, capacities: list[int | None]) -> None:
         """A cut that costs what a flow carries is minimum, and the flow maximum: no trust in the solver is needed."""

@@ -19,7 +19,7 @@ from remat.joint import JointGraph
 from remat.passes.normalize import copy_graph
 from remat.passes.partition import Partition
 from remat.plans import Candidate, Planner
-from remat.report import PlanSummary, summarize
+from remat.report import PlanSummary, summarize, summarize_halves
 from remat.rules import make_rules
 from remat.settings import Settings
 
@@ -47,7 +47,7 @@ def decide(joint: JointGraph, settings: Settings, graph: str = "") -> Decision:
     planner = Planner(joint, costs, rules, settings)
     chosen, reference = planner.choose()
     partition = passes.rewrite(chosen.plan, rules)
-    summary = summarize(graph, chosen, reference, costs, rules, time.thread_time() - started)
+    summary = summarize(graph, chosen, reference, planner, time.thread_time() - started)
     return Decision(joint, chosen, planner, partition, summary)
 
 
@@ -74,6 +74,8 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         if current is not None and self.settings.check:
             current.joint = copy_graph(joint, self.settings).module
             current.num_fwd_outputs = joint.num_fwd_outputs
+        if self.settings.partitioner == "torch" and self.settings.budget is not None:
+            return self._by_torch(joint, joint_inputs, keywords, graph)
         try:
             decision = decide(joint, self.settings, graph)
         except Exception as error:  # whatever goes wrong in ours, the user's training goes on
@@ -87,6 +89,19 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         if self.settings.dump:
             dump(decision, Path(self.settings.dump))
         return decision.partition.forward, decision.partition.backward
+
+    def _by_torch(
+        self, joint: JointGraph, joint_inputs: Any, keywords: dict[str, Any], graph: str
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """PyTorch's partition at its own budget, as it is: what remat is measured against. Nothing verifies it."""
+        fraction = 0.0 if self.settings.budget == "min" else float(self.settings.budget or 1.0)
+        copy = copy_graph(joint, self.settings).module
+        started = time.thread_time()
+        halves = torch_internals.partition_with_torch(copy, joint_inputs, keywords, fraction)
+        seconds = time.thread_time() - started
+        costs = Costs(joint, _device(joint), self.settings)
+        session.record(summarize_halves(graph, joint, costs, halves, seconds))
+        return halves
 
     def uuid(self) -> Any:
         """Key of the compile cache: every source file, every setting that matters, the device's figures."""

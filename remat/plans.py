@@ -18,7 +18,7 @@ from torch import fx
 
 from remat import costs as cost_model
 from remat import ops, torch_internals
-from remat.budgets import PeakPlanner
+from remat.budgets import Certificate, PeakPlanner
 from remat.costs import Costs
 from remat.joint import JointGraph
 from remat.memory import Timeline, simulate
@@ -50,6 +50,7 @@ class Candidate:
     saved_bytes: int
     fused: bool
     scratch: Mapping[fx.Node, int]
+    certificate: Certificate | None = None
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -105,14 +106,14 @@ class Planner:
         budget = self.settings.budget
         seeds = [default.plan, torch_default.plan, *([self.smallest().plan] if default.fused else [])]
         planner = PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds)
+        allowed = 0
         if budget == "min":
             plan = planner.smallest()
-        elif isinstance(budget, int):
-            plan = planner.within(budget)
         else:
-            assert isinstance(budget, float)
-            plan = planner.within(int(budget * planner.peak_bytes(default.plan)))
-        return self._priced(plan)
+            assert isinstance(budget, int | float)
+            allowed = budget if isinstance(budget, int) else int(budget * planner.peak_bytes(default.plan))
+            plan = planner.within(allowed)
+        return replace(self._priced(plan), certificate=planner.certificate(plan, allowed))
 
     # --- candidates ---------------------------------------------------------------------------------------
 

@@ -80,6 +80,19 @@ class Problem:
             after |= self._descendants(value)
         return tuple(operator for operator in self.order if operator in after)
 
+    @cached_property
+    def before_boundary(self) -> frozenset[int]:
+        """The operators that the boundary needs; without a boundary, all."""
+        if self.boundary is None:
+            return frozenset(self.order)
+        found: set[int] = set()
+        pending = [self.boundary]
+        while pending:
+            makers = {self.producer[value] for value in self.reads[pending.pop()]} - found
+            found |= makers
+            pending += makers
+        return frozenset(found)
+
     def recompute_cost(self, sequence: Iterable[int]) -> int:
         """Cost of a sequence above that of running everything once."""
         return sum(self.cost[operator] for operator in sequence) - self.baseline_cost
@@ -147,10 +160,19 @@ class Problem:
         return None
 
     def lower_bound_bytes(self) -> int:
-        """No sequence has a lower peak: what each operator that runs once finds alive whatever is recomputed.
+        """No sequence has a lower peak: what an operator finds alive whatever is recomputed, itself included."""
+        bound = max(self.alive_anyway(), default=0)
+        for operator in self.order:  # every operator runs at some time
+            values = set(self.reads[operator]) | set(self.writes[operator])
+            bound = max(bound, sum(self.size[value] for value in values) + self.scratch[operator])
+        return bound
 
-        While it runs, alive are the values that it reads and writes, held values made by operators that must have
-        run before it, and values of other operators that run once, made before it and read after it by one of those.
+    def alive_anyway(self) -> list[int]:
+        """For each of the `fixed` operators the bytes alive while it runs, in every sequence.
+
+        These are the values that it reads and writes, its scratch, held values made by operators that must have run
+        before it, values of other fixed operators, made before it and read after it by one of those, and values that
+        are made once before the boundary and read after it.
         """
         fixed = self.fixed
         rank = {operator: number for number, operator in enumerate(fixed)}
@@ -164,8 +186,7 @@ class Problem:
                 change[last + 1] -= size
                 continue
             start = self._held_from(value, rank) if value in self.held else len(fixed)
-            if maker in self.once and users and self.boundary in self._descendants(value):
-                assert self.boundary is not None  # made before it, and never again
+            if users and maker in self.once and self.boundary is not None and self.boundary in self._descendants(value):
                 users = list(range(rank[self.boundary], max(users) + 1))
             for user in users:
                 if user < start:
@@ -174,12 +195,8 @@ class Problem:
             if start < len(fixed):
                 change[start] += size
                 change[len(fixed)] -= size
-        alive = list(itertools.accumulate(change[:-1]))
-        bound = max((alive[rank[o]] + self.scratch[o] for o in fixed), default=0)
-        for operator in self.order:  # every operator runs at some time
-            values = set(self.reads[operator]) | set(self.writes[operator])
-            bound = max(bound, sum(self.size[value] for value in values) + self.scratch[operator])
-        return bound
+        alive = itertools.accumulate(change[:-1])
+        return [count + self.scratch[operator] for count, operator in zip(alive, fixed, strict=True)]
 
     def _held_from(self, value: int, rank: dict[int, int]) -> int:
         """The first operator that runs once and reads this held value, or anything computed from it."""

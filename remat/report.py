@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -15,10 +16,15 @@ from torch import fx
 from remat import costs as cost_model
 from remat import ops
 from remat.costs import MIB, Costs
-from remat.plans import Candidate
+from remat.joint import JointGraph
+from remat.ops import Kind
+from remat.plans import Candidate, Planner
 from remat.rules import Rules
 
 logger = logging.getLogger("remat")
+
+# How many of the values alive at the peak a summary names.
+SHOWN_AT_PEAK: Final = 12
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,13 @@ class PlanSummary:
 
     origin: "planned" now, "cached" (the compiled code and this summary come from disk), or "fallback" (PyTorch's
     partitioner took over; `reason` says why). Sizes in bytes, `recomputed_*` is what the backward runs again,
-    `torch_saved_bytes` what PyTorch's default partition of this graph would save.
+    `torch_saved_bytes` what PyTorch's default partition of this graph would save. `alive_at_peak` names the largest
+    values alive at the predicted peak: name, role, bytes.
+
+    Under a budget: `budget_bytes` is the peak allowed (0: min), `smallest_peak_bytes` the smallest found,
+    `peak_bound_bytes` what no plan goes below. `recompute_seconds` is the predicted time of what runs again, op by op,
+    `recompute_bound_seconds` what no plan within the budget goes below, `step_seconds` the time of everything once; the
+    bounds are 0 under Inductor, whose memory the plain problem does not describe.
     """
 
     graph: str
@@ -55,6 +67,13 @@ class PlanSummary:
     predicted_peak_bytes: int = 0
     torch_predicted_peak_bytes: int = 0
     peak_at: str = ""
+    alive_at_peak: tuple[tuple[str, str, int], ...] = ()
+    budget_bytes: int = 0
+    smallest_peak_bytes: int = 0
+    peak_bound_bytes: int = 0
+    recompute_seconds: float = 0.0
+    recompute_bound_seconds: float = 0.0
+    step_seconds: float = 0.0
     decision_seconds: float = 0.0
     reason: str = ""
     saved: tuple[SavedValue, ...] = ()
@@ -67,21 +86,30 @@ class PlanSummary:
             f"remat: graph {self.graph}: {self.nodes} nodes, saved {_mib(self.saved_bytes)} in {self.saved_values} "
             f"values (PyTorch {_mib(self.torch_saved_bytes)}), predicted peak {_mib(self.predicted_peak_bytes)} at "
             f"{self.peak_at} (PyTorch {_mib(self.torch_predicted_peak_bytes)}), {self.recomputed_ops} operators "
-            f"recomputed, plan by {self.solver} in {self.decision_seconds:.2f} s ({self.origin})"
+            f"recomputed, plan by {self.solver} in {self.decision_seconds:.2f} s ({self.origin}){self._certified()}"
         )
+
+    def _certified(self) -> str:
+        if not self.step_seconds or not self.smallest_peak_bytes:
+            return ""
+        budget = f"budget {_mib(self.budget_bytes)}" if self.budget_bytes else "budget min"
+        text = f"; {budget}, smallest peak {_mib(self.smallest_peak_bytes)}"
+        if not self.peak_bound_bytes:
+            return text
+        extra, least = self.recompute_seconds / self.step_seconds, self.recompute_bound_seconds / self.step_seconds
+        return f"{text} (none below {_mib(self.peak_bound_bytes)}), step +{extra:.1%} (none below +{least:.1%})"
 
 
 def _mib(count: int) -> str:
     return f"{count / MIB:.2f} MiB"
 
 
-def summarize(
-    graph: str, candidate: Candidate, reference: Candidate, costs: Costs, rules: Rules, decision_seconds: float
-) -> PlanSummary:
-    """Gather the summary of a chosen plan."""
-    plan = candidate.plan
+def summarize(graph: str, candidate: Candidate, reference: Candidate, planner: Planner, seconds: float) -> PlanSummary:
+    """Gather the summary of a chosen plan; `reference` is PyTorch's, `seconds` the time that deciding took."""
+    plan, costs, certificate = candidate.plan, planner.costs, candidate.certificate
     again = plan.recomputed
-    return PlanSummary(
+    alive = candidate.timeline.alive_at_peak[:SHOWN_AT_PEAK]
+    summary = PlanSummary(
         graph=graph,
         origin="planned",
         solver=plan.solver,
@@ -96,8 +124,30 @@ def summarize(
         predicted_peak_bytes=candidate.peak_bytes,
         torch_predicted_peak_bytes=reference.peak_bytes,
         peak_at=candidate.timeline.peak_at,
-        decision_seconds=decision_seconds,
-        saved=tuple(_saved_value(node, costs, rules) for node in plan.saved),
+        alive_at_peak=tuple((life.name, life.role.value, life.bytes) for life in alive),
+        decision_seconds=seconds,
+        saved=tuple(_saved_value(node, costs, planner.rules) for node in plan.saved),
+    )
+    return summary if certificate is None else dataclasses.replace(summary, **dataclasses.asdict(certificate))
+
+
+def summarize_halves(
+    graph: str, joint: JointGraph, costs: Costs, halves: tuple[fx.GraphModule, fx.GraphModule], seconds: float
+) -> PlanSummary:
+    """The summary of a partition that another made, from the names of its nodes; no peak is predicted."""
+    forward, backward = ({node.name for node in half.graph.nodes if node.op == "call_function"} for half in halves)
+    again = [node for node in joint.nodes if node.name in forward & backward and node.op == "call_function"]
+    again = [node for node in again if not ops.is_item(node) and ops.kind(node) not in (Kind.VIEW, Kind.SYMBOLIC)]
+    return PlanSummary(
+        graph=graph,
+        origin="planned",
+        solver="torch",
+        nodes=len(joint.nodes),
+        recomputed_ops=len(again),
+        recomputed_flops=sum(costs.flops.get(node, 0) for node in again),
+        recomputed_bytes=sum(cost_model.moved_bytes(node) for node in again),
+        forward_flops=sum(count for node, count in costs.flops.items() if node.name in forward),
+        decision_seconds=seconds,
     )
 
 
@@ -134,6 +184,7 @@ def from_json(text: str) -> list[PlanSummary]:
     found = []
     for row in json.loads(text):
         saved = tuple(SavedValue(**value) for value in row.pop("saved"))
+        row["alive_at_peak"] = tuple(tuple(value) for value in row["alive_at_peak"])
         summary = PlanSummary(**row, saved=saved)
         found.append(summary if summary.origin == "fallback" else dataclasses.replace(summary, origin="cached"))
     return found

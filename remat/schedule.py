@@ -164,24 +164,28 @@ class Schedule:
 
     def evaluate(
         self, gap: Gap, start: int, end: int, budget: int, rate: float, limit: float = math.inf
-    ) -> Eviction | None:
-        """What evicting in a gap would take and bring; None if it brings nothing.
+    ) -> Eviction | float:
+        """What evicting in a gap would take and bring; 0.0 if it brings nothing.
 
         Of each value that is no longer there to compute from, either the life is prolonged or its operator runs again
-        too: whichever is cheaper at `rate`, the cost of one unit of excess. Nothing that costs more than `limit`.
-        The operators run right before the next reader, or earlier in the gap where there is more room for them.
+        too: whichever is cheaper at `rate`, the cost of one unit of excess. The operators run right before the next
+        reader, or earlier in the gap where there is more room for them. What costs more than `limit` is not followed
+        to its end; returned is then what its ratio of relief to cost cannot exceed.
         """
         size = self.problem.size[gap.value]
         excess = np.minimum(np.maximum(self.alive[start : end + 1] - budget, 0), size)
         available = int(excess.sum())
         if not available:
-            return None
+            return 0.0
+        bound = 0.0
         for each_rate in (rate, math.inf):  # prolonging may eat up all the relief where running again does not
             needed = _Needed(self, end + 1, budget, each_rate, limit)
             needed.run(self.problem.producer[gap.value])
             if not needed.possible:
+                if needed.cost > limit:
+                    bound = max(bound, available / (needed.cost + 1))
                 continue
-            crowded = needed.excess_while_running(self._across(end + 1) - size)
+            crowded = needed.excess_while_running(self._across(end + 1, gap.value))
             relief = available - needed.penalty - crowded
             if crowded:
                 found = self._evaluate_earlier(gap, start, end, budget, each_rate, limit)
@@ -189,7 +193,7 @@ class Schedule:
                     return found
             if relief > 0:
                 return Eviction(tuple(needed.operators), int(self.order[end + 1]), gap, relief, needed.cost)
-        return None
+        return bound
 
     def _evaluate_earlier(
         self, gap: Gap, start: int, end: int, budget: int, rate: float, limit: float
@@ -209,15 +213,31 @@ class Schedule:
             if not needed.possible:
                 continue
             relief = int(np.minimum(np.maximum(self.alive[start:at] - budget, 0), size).sum())
-            relief -= needed.penalty + needed.excess_while_running(self._across(at) - size)
+            relief -= needed.penalty + needed.excess_while_running(self._across(at, gap.value))
             if relief > 0 and (best is None or relief > best.relief):
                 best = Eviction(tuple(needed.operators), int(self.order[at]), gap, relief, needed.cost)
         return best
 
-    def _across(self, at: int) -> int:
-        """Bytes alive through the moment right before a step."""
+    def _across(self, at: int, again: int | None = None) -> int:
+        """Bytes alive through the moment right before a step; without those that making a value again replaces."""
         operator = self.operator[int(self.order[at])]
-        return int(self.alive[at]) - self.problem.scratch[operator] - self._written[operator]
+        count = int(self.alive[at]) - self.problem.scratch[operator] - self._written[operator]
+        if again is None:
+            return count
+        for value in self.problem.writes[self.problem.producer[again]]:
+            older = self.newest(value, at)
+            if older is not None and self.last(older, value) >= at and not self.is_held(older, value):
+                count -= self.problem.size[value]
+        return count
+
+    def force(self, gap: Gap, budget: int) -> Eviction | None:
+        """Evicting in a gap whatever it brings; None where its operator cannot run again there."""
+        span = self.span(gap)
+        if span is None:
+            return None
+        needed = _Needed(self, span[1] + 1, budget, math.inf, math.inf)
+        needed.run(self.problem.producer[gap.value])
+        return Eviction(tuple(needed.operators), gap.reader, gap, 0, needed.cost) if needed.possible else None
 
     def evict(self, eviction: Eviction) -> None:
         """Do it."""

@@ -11,8 +11,11 @@ All limits count steps, not seconds: the same problem gives the same frontier on
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
+import random
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +30,9 @@ CHAIN_STEP: Final = 0.9
 # Shares of the unconstrained peak that the tables of chain schedules cover: the slots of one table are too coarse for
 # the smallest budgets (of 1,024 equal layers a slot of the whole holds four).
 CHAIN_SHARES: Final = (1.0, 0.25, 0.0625)
+# Work on better choices at each step of the budget, as steps of sequences tried: a sequence of 50 steps gets 24 tries, one
+# of more than 1,200 none. Of 214 cases of random graphs of 6 to 20 operators ... see tests/test_search.py.
+POLISH_STEPS: Final = 1200
 # One step down the budgets, as a share of the last.
 STEP_DOWN: Final = 0.02
 
@@ -154,28 +160,33 @@ class Repair:
         schedule, problem = self.schedule, self.schedule.problem
         at = int(schedule.position[event])
         over = np.concatenate([[0], np.cumsum(schedule.alive > self.budget)])
-        heap: list[tuple[float, int, Gap, Eviction | None, int]] = []
-        for number, gap in enumerate(schedule.gaps_at(at)):
+        heap: list[tuple[float, int, Eviction | None, int]] = []  # ratio, place in `gaps`, when it was evaluated
+        gaps, most = schedule.gaps_at(at), []
+        for number, gap in enumerate(gaps):
             span = schedule.span(gap)
             assert span is not None
-            steps = int(over[span[1] + 1] - over[span[0]])
-            most = steps * problem.size[gap.value] / (problem.cost[problem.producer[gap.value]] + 1)
-            heap.append((-most, number, gap, None, -1))
+            most.append(int(over[span[1] + 1] - over[span[0]]) * problem.size[gap.value])
+            heap.append((-most[-1] / (problem.cost[problem.producer[gap.value]] + 1), number, None, -1))
         heapq.heapify(heap)
         moves = 0
         while heap and schedule.alive[schedule.position[event]] > self.budget:
-            ratio, number, gap, found, known_at = heapq.heappop(heap)
+            ratio, number, found, known_at = heapq.heappop(heap)
             if found is not None and known_at == moves:
                 schedule.evict(found)
                 self.rate = max(found.cost, 1) / found.relief
                 moves += 1
                 continue
-            span = schedule.span(gap)
+            span = schedule.span(gaps[number])
             if span is None or not span[0] <= schedule.position[event] <= span[1]:
                 continue
-            found = schedule.evaluate(gap, *span, self.budget, self.rate)
-            if found is not None:
-                heapq.heappush(heap, (-found.relief / (found.cost + 1), number, gap, found, moves))
+            # At twice the cost that would still make it the next best, the bound that comes back is below that one; where
+            # the excess has grown meanwhile it may not be, and is then taken to be half of the last.
+            limit = 2 * most[number] / -heap[0][0] if heap and heap[0][0] else math.inf
+            result = schedule.evaluate(gaps[number], *span, self.budget, self.rate, limit)
+            if isinstance(result, Eviction):
+                heapq.heappush(heap, (-result.relief / (result.cost + 1), number, result, moves))
+            elif result:
+                heapq.heappush(heap, (max(-result, ratio / 2), number, None, -1))
         self.moves += moves
 
 
@@ -211,8 +222,10 @@ def keep_what_fits(schedule: Schedule, budget: int) -> int:
 def make_frontier(problem: Problem, seeds: Sequence[tuple[tuple[int, ...], str]]) -> Frontier:
     """The frontier of a training step, from legal sequences of other solvers, each with its name."""
     starts = [Point(problem.peak(s), problem.recompute_cost(s), s, origin) for s, origin in seeds]
+    starts += _chain_points(problem, starts)
+    legal = [start for start in starts if problem.why_illegal(start.sequence) is None]
     frontier = Frontier()
-    descend(problem, [*starts, *_chain_points(problem, starts)], frontier, problem.lower_bound_bytes())
+    descend(problem, legal, frontier, problem.lower_bound_bytes())
     return frontier
 
 
@@ -244,7 +257,7 @@ def descend(problem: Problem, starts: Sequence[Point], frontier: Frontier, floor
     """Go down from the highest start to the floor, adding what is found to the frontier."""
     for start in starts:
         frontier.add(start)
-    budget = max(start.peak for start in starts)
+    budget = max((start.peak for start in starts), default=0)
     schedule: Schedule | None = None
     while budget > floor:
         above = budget
@@ -253,14 +266,129 @@ def descend(problem: Problem, starts: Sequence[Point], frontier: Frontier, floor
         if known is not None and (schedule is None or known.cost < schedule.cost):
             schedule = Schedule(problem, known.sequence)
         assert schedule is not None
-        repair = Repair(schedule, budget)
-        if not repair.run():
+        known_sequence = schedule.sequence()
+        found = _fitted(schedule, budget)
+        if found is None:
+            schedule = Schedule(problem, known_sequence)
+        found = _polished(problem, schedule, found, budget)
+        if found is None:
             known = frontier.within(budget)
             if known is None:
                 return
-            schedule = Schedule(problem, known.sequence)
-        else:
-            schedule = repair.schedule
-        while keep_what_fits(schedule, budget):
-            pass
+            found = Schedule(problem, known.sequence)
+        schedule = found
         frontier.add(Point(schedule.peak, schedule.cost, schedule.sequence(), "search"))
+        budget = min(budget, schedule.peak)
+
+
+def _fitted(schedule: Schedule, budget: int) -> Schedule | None:
+    """Evict until it fits, then keep what fits again; None where evicting does not help."""
+    repair = Repair(schedule, budget)
+    if not repair.run():
+        return None
+    if keep_what_fits(repair.schedule, budget):
+        keep_what_fits(repair.schedule, budget)  # what fell away has made room
+    return repair.schedule
+
+
+def _polished(problem: Problem, schedule: Schedule, fitted: Schedule | None, budget: int) -> Schedule | None:
+    """Change something first, whatever it brings by itself, then fit again: better where greedy choices were wrong.
+
+    Every change in turn, on from each improvement (less excess where nothing fits yet, then less cost); then two at
+    once, drawn at random.
+    """
+    tries = POLISH_STEPS // len(schedule.order)
+    if not tries:
+        return fitted
+    best = fitted or schedule
+    rating = (_excess(best, budget), best.cost)
+    generator = random.Random(0)
+    changes = _changes(problem, best.sequence(), budget)
+    while tries > 0:
+        tries -= 1
+        trial = next(changes, None)
+        if trial is None:
+            trial = _changed_twice(problem, best.sequence(), budget, generator)
+            if trial is None:
+                break
+        found = _fitted(trial, budget) or trial
+        if (_excess(found, budget), found.cost) < rating:
+            best, rating = found, (_excess(found, budget), found.cost)
+            changes = _changes(problem, best.sequence(), budget)
+    return None if rating[0] else best
+
+
+def _changes(problem: Problem, sequence: Sequence[int], budget: int) -> Iterator[Schedule]:
+    return itertools.chain(_moved(problem, sequence), _evicted(problem, sequence, budget))
+
+
+def _changed_twice(
+    problem: Problem, sequence: Sequence[int], budget: int, generator: random.Random
+) -> Schedule | None:
+    for _ in range(2):
+        choices = list(_changes(problem, sequence, budget))
+        if not choices:
+            return None
+        chosen = generator.choice(choices)
+        sequence = chosen.sequence()
+    return chosen
+
+
+def _evicted(problem: Problem, sequence: Sequence[int], budget: int) -> Iterator[Schedule]:
+    """The sequence with one value evicted in one gap, those that take most room first."""
+    for gap in _all_gaps(Schedule(problem, sequence)):
+        trial = Schedule(problem, sequence)
+        forced = trial.force(gap, budget)
+        if forced is not None:
+            trial.evict(forced)
+            yield trial
+
+
+def _moved(problem: Problem, sequence: Sequence[int]) -> Iterator[Schedule]:
+    """The sequence with operators that the forward does not need, such as masks, run earlier or later.
+
+    One at a time to right after its last argument or right before its first reader; or all that still read a value, to right after one of its uses.
+    """
+    movable = [o for o in problem.order if o not in problem.once and o not in problem.before_boundary]
+    place = {operator: step for step, operator in enumerate(sequence)}  # of its last run
+    first = {operator: step for step, operator in reversed(list(enumerate(sequence)))}
+    for operator in movable:
+        made = max((first[problem.producer[value]] for value in problem.reads[operator]), default=-1)
+        if made + 1 < place[operator]:
+            rest = [o for o in sequence[made + 1 :] if o != operator]
+            yield from _legal(problem, [*sequence[: made + 1], operator], rest)
+        readers = {user for value in problem.writes[operator] for user in problem.readers[value]}
+        steps = [step for step, user in enumerate(sequence) if user in readers and step > place[operator]]
+        if steps:
+            yield from _legal(problem, [o for o in sequence[: steps[0]] if o != operator] + [operator], sequence[steps[0] :])
+    for value, users in enumerate(problem.readers):
+        order = sorted(users, key=place.__getitem__)
+        for kept in range(len(order)):
+            later = [user for user in order[kept:] if user in movable]
+            if later == order[kept:]:
+                at = place[order[kept - 1]] if kept else place[problem.producer[value]]
+                rest = [operator for operator in sequence[at + 1 :] if operator not in later]
+                yield from _legal(problem, [*sequence[: at + 1], *later], rest)
+
+
+def _legal(problem: Problem, first: Sequence[int], then: Sequence[int]) -> Iterator[Schedule]:
+    sequence = (*first, *then)
+    if problem.why_illegal(sequence) is None:
+        schedule = Schedule(problem, sequence)
+        schedule.prune(range(len(sequence)))
+        yield schedule
+
+
+def _all_gaps(schedule: Schedule) -> list[Gap]:
+    """Every gap of every version, those that take most room first."""
+    problem, found = schedule.problem, []
+    for value in schedule.evictable:
+        for event in schedule.made[value]:
+            if value in problem.held and schedule.is_held(event, value):
+                continue
+            for reader in schedule.uses[event][value]:
+                gap = Gap(event, value, reader)
+                span = schedule.span(gap)
+                if span is not None and span[1] >= span[0]:
+                    found.append((problem.size[value] * (span[1] - span[0]), gap))
+    return [gap for _, gap in sorted(found, reverse=True)]

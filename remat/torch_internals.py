@@ -278,11 +278,16 @@ def thread_rng_states(module: fx.GraphModule, is_backward: bool) -> fx.GraphModu
 
 
 def partition_with_torch(
-    module: fx.GraphModule, joint_inputs: Any, keywords: dict[str, Any]
+    module: fx.GraphModule, joint_inputs: Any, keywords: dict[str, Any], budget: float = 1.0
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """PyTorch's own partitioner at budget 1.0, where it is not known to recompute random draws."""
-    with functorch_config.patch(activation_memory_budget=1.0):
+    """PyTorch's own partitioner; at budget 1.0, and only there, it is not known to recompute random draws."""
+    with functorch_config.patch(activation_memory_budget=budget):
         return partitioners.min_cut_rematerialization_partition(module, joint_inputs, **keywords)
+
+
+def memory_budget() -> float:
+    """torch's own setting for the fraction of saved bytes; 1.0 where it is untouched."""
+    return float(functorch_config.activation_memory_budget)
 
 
 def written_input(description: Any) -> Any | None:
