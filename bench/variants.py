@@ -46,7 +46,8 @@ def parse_variant(name: str, inner: str) -> Variant:
     """Read `eager`, `inductor`, `inductor-0.5`, `remat` or `remat-BUDGET`, executed by `inner`.
 
     `inductor` is PyTorch's own partitioner. Under `inner="eager"` it is given remat's op-by-op executor, so
-    that the two differ in the partition alone.
+    that the two differ in the partition alone. A budget of `inductor` is a fraction of saved bytes, as PyTorch
+    means it; one of `remat` is a peak.
     """
     base, _, budget = name.partition("-")
     if name == "eager":
@@ -54,9 +55,8 @@ def parse_variant(name: str, inner: str) -> Variant:
     if base == "inductor":
         if inner == "inductor":
             return Variant(name, "inductor", torch_budget=float(budget) if budget else 1.0)
-        if budget:
-            raise ValueError(f"{name} needs inner=inductor: remat runs PyTorch's default cut only")
-        return Variant(name, "remat", {"inner": inner, "partitioner": "torch", "strict": True})
+        options: dict[str, Any] = {"inner": inner, "partitioner": "torch", "strict": True}
+        return Variant(name, "remat", options | ({"budget": float(budget) or "min"} if budget else {}))
     if base == "remat":
         return remat_variant(inner, budget or None, name)
     raise ValueError(f"unknown variant {name!r}; known: eager, inductor[-FRACTION], remat[-BUDGET]")
@@ -104,4 +104,14 @@ def plan_extra(summaries: Sequence[Any]) -> dict[str, Any]:
         "recomputed_ops": sum(summary.recomputed_ops for summary in summaries),
         "predicted_saved_bytes": sum(summary.saved_bytes for summary in summaries),
         "torch_saved_bytes": sum(summary.torch_saved_bytes for summary in summaries),
+    }
+
+
+def budget_extra(summaries: Sequence[Any]) -> dict[str, Any]:
+    """What a row keeps of plans for a budget: how near each is to the bounds."""
+    peaks, totals = ("smallest_peak_bytes", "peak_bound_bytes"), (
+        "nodes", "recompute_seconds", "recompute_bound_seconds", "step_seconds"
+    )  # fmt: skip
+    return {name: max(getattr(summary, name) for summary in summaries) for name in peaks} | {
+        name: sum(getattr(summary, name) for summary in summaries) for name in totals
     }

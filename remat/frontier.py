@@ -77,7 +77,8 @@ def lattice_walk(solver: CutSolver, first: Point, second: Point) -> Iterator[Poi
 
     From the smallest sink side to the largest, one strongly connected component of the residual graph at a time: of
     those whose predecessors are all there, the one with the latest value in the joint graph, so that late values
-    change first. Neither price nor bytes need be monotone, and neither neighbour need be among the cuts.
+    change first. Neither price nor bytes need be monotone, neither neighbour need be among the cuts, and a step may
+    change only what is recomputed for nothing: then it saves what the one before saves.
     """
     byte_price, scale = critical_price(first, second)
     cut, residual = solver.minimum_cut_and_residual(byte_price, scale)

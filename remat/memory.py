@@ -12,6 +12,7 @@ takes no memory, and what it is computed from lives until those readers have run
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from torch import fx
 
 from remat import ops
 from remat.costs import owned_bytes, tensor_bytes
+from remat.joint import JointGraph
 from remat.ops import Kind
 from remat.plan import Plan
 
@@ -105,8 +107,8 @@ def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timelin
     lasting = dict.fromkeys(saved, Role.SAVED) | dict.fromkeys(held, Role.OUTPUT)
     again = dict.fromkeys((n for n in plan.backward if n not in joint.tangent_closure), Role.RECOMPUTED)
     ending = dict.fromkeys(gradients, Role.GRADIENT)
-    first = _Pass(forward, fused, (), held | saved, lasting | ending, scratch)
-    second = _Pass(plan.backward, fused, passed, (held & saved) | gradients, again | ending, scratch)
+    first = _Pass(_facts(joint), forward, fused, (), held | saved, lasting | ending, scratch)
+    second = _Pass(_facts(joint), plan.backward, fused, passed, (held & saved) | gradients, again | ending, scratch)
     start, end = len(forward), len(forward) + len(plan.backward) - 1
     # What the caller holds and the backward computes again is there twice.
     returned = [life for node in held - saved if (life := _held(node, start, end)).bytes]
@@ -155,6 +157,27 @@ def _is_tangent(node: fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
+class _Facts:
+    """What the simulator asks of a node again and again, looked up once for each joint graph."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.kind = {node: ops.kind(node) for node in joint.nodes}
+        self.base = {node: ops.view_base(node) for node in joint.nodes}
+        self.read = {node: tuple(dict.fromkeys(self.base[a] for a in node.all_input_nodes)) for node in joint.nodes}
+        self.owned = {node: owned_bytes(node) for node in joint.nodes}
+        self.items = {
+            node: [(index, tensor_bytes(item)) for index, item in enumerate(value) if isinstance(item, torch.Tensor)]
+            for node in joint.nodes
+            if isinstance(value := node.meta.get("val"), list | tuple) and not ops.is_view(node)
+        }
+        self.is_item = {node for node in joint.nodes if ops.is_item(node)}
+
+
+@functools.lru_cache(maxsize=4)
+def _facts(joint: JointGraph) -> _Facts:
+    return _Facts(joint)
+
+
 @dataclass(frozen=True, eq=False)
 class _Pass:
     """One of the two graphs, in the order it runs; a node may run more than once.
@@ -162,6 +185,7 @@ class _Pass:
     before: the memory that is there at the start. forever: what lives to the end, in its newest version.
     """
 
+    facts: _Facts
     order: Sequence[fx.Node]
     fused: bool
     before: Iterable[fx.Node]
@@ -177,14 +201,18 @@ class _Pass:
         for node in self.before:
             newest[node] = len(found)
             found.append([node, _storage_bytes(node), 0, -1, Role.INCOMING if _is_tangent(node) else Role.SAVED])
+        facts = self.facts
         for step, node in enumerate(self.order):
-            for argument in node.all_input_nodes:
-                place = newest.get(ops.view_base(argument))
-                if place is not None:
-                    found[place][3] = max(found[place][3], runs_at[step])
+            runs = runs_at[step]
+            for base in facts.read[node]:
+                place = newest.get(base)
+                if place is not None and runs > found[place][3]:
+                    found[place][3] = runs
             born = self._born(node, step)
-            if not ops.is_item(node):
+            if node not in facts.is_item:
                 newest.pop(node, None)
+            if not born:
+                continue
             written = runs_at[step] == step or any(storage in self.forever for storage, _ in born)
             # A result lives at least as long as the tuple that it came in.
             last = max([step, *(runs_at[reader] for reader in self._readers[step])]) if len(born) > 1 else step
@@ -217,19 +245,13 @@ class _Pass:
 
     def _born(self, node: fx.Node, step: int) -> list[tuple[fx.Node, int]]:
         """Storages that running this node creates, with their bytes; a result that nobody takes is the tuple's."""
-        value = node.meta.get("val")
-        if not isinstance(value, list | tuple):
-            size = owned_bytes(node)
+        items = self.facts.items.get(node)
+        if items is None:
+            size = self.facts.owned[node]
             return [(node, size)] if size else []
-        if ops.is_view(node):
-            return []
         readers = [self.order[reader] for reader in self._readers[step]]
-        taken = {user.args[1]: user for user in readers if ops.is_item(user)}
-        return [
-            (taken.get(index, node), tensor_bytes(item))
-            for index, item in enumerate(value)
-            if isinstance(item, torch.Tensor)
-        ]
+        taken = {user.args[1]: user for user in readers if user in self.facts.is_item}
+        return [(taken.get(index, node), size) for index, size in items]
 
     @cached_property
     def _kernel_steps(self) -> list[int]:
@@ -240,8 +262,8 @@ class _Pass:
         loops: set[int] = set()  # steps that a pointwise producer can be inlined into
         for step in reversed(range(len(self.order))):
             node, readers = self.order[step], self._readers[step]
-            kind = ops.kind(node)
-            kept = node in self.forever or ops.view_base(node) in self.forever
+            kind = self.facts.kind[node]
+            kept = node in self.forever or self.facts.base[node] in self.forever
             absorbed = bool(readers) and not kept and all(reader in loops for reader in readers)
             if kind in (Kind.POINTWISE, Kind.REDUCTION) or (kind is Kind.VIEW and absorbed):
                 loops.add(step)

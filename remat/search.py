@@ -184,7 +184,13 @@ class Repair:
             limit = 2 * most[number] / -heap[0][0] if heap and heap[0][0] else math.inf
             result = schedule.evaluate(gaps[number], *span, self.budget, self.rate, limit)
             if isinstance(result, Eviction):
-                heapq.heappush(heap, (-result.relief / (result.cost + 1), number, result, moves))
+                now = result.relief / (result.cost + 1)
+                if heap and now < -heap[0][0]:
+                    heapq.heappush(heap, (-now, number, result, moves))
+                    continue
+                schedule.evict(result)
+                self.rate = max(result.cost, 1) / result.relief
+                moves += 1
             elif result:
                 heapq.heappush(heap, (max(-result, ratio / 2), number, None, -1))
         self.moves += moves

@@ -10,6 +10,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import cast
 
 import networkx as nx
@@ -141,7 +142,7 @@ def test_draws_hold_what_is_hard():
     on_a_line = sum(
         len({cost for cost in cuts.values() if between(cost, a, b)}) > 2
         for _, cuts in map(drawn, range(DRAWS))
-        for a, b in itertools.pairwise(lower_left_hull(cuts.values()))
+        for a, b in pairwise(lower_left_hull(cuts.values()))
     )
     assert len(frontiers) > DRAWS // 2
     assert any(len(frontier) == 1 for frontier in frontiers)
@@ -181,7 +182,7 @@ def test_frontier_is_strictly_convex_and_its_vertices_are_plans(name: str, monke
 def test_networkx_finds_no_cut_below_the_frontier(name: str):
     planner = graphs.planner(name)
     vertices = convex_frontier(CutSolver(planner.network))
-    critical = [critical_price(*pair) for pair in itertools.pairwise(vertices)]
+    critical = [critical_price(*pair) for pair in pairwise(vertices)]
     for byte_price, scale in [(0, 1), (10_000, 1), (1_000_001, 3), (10**18, 1), *critical[:2], *critical[-1:]]:
         least = min(vertex.cost(byte_price, scale) for vertex in vertices)
         assert least == networkx_value(planner.network, byte_price, scale)
@@ -209,6 +210,20 @@ def test_a_limit_keeps_both_ends_and_true_vertices():
         assert [vertex for vertex in everything if vertex in some] == some
 
 
+def test_a_limit_looks_into_the_widest_gap_first():
+    looked_into = set()
+    for name in graphs.MODELS:
+        solver = CutSolver(graphs.planner(name).network)
+        everything = convex_frontier(solver)
+        three = convex_frontier(solver, 3)
+        if len(everything) > 4 and not set(three[1:2]) & {everything[1], everything[-2]}:  # both gaps hold a vertex
+            room = [(b.price_femtoseconds - a.price_femtoseconds) * (a.bytes - b.bytes) for a, b in pairwise(three)]
+            (fourth,) = set(convex_frontier(solver, 4)) - set(three)
+            looked_into.add(fourth.bytes < three[1].bytes)
+            assert (fourth.bytes < three[1].bytes) == (room[1] > room[0])
+    assert looked_into == {False, True}
+
+
 def test_a_network_with_one_best_plan_has_one_vertex(monkeypatch: pytest.MonkeyPatch):
     made = cuts_made(monkeypatch)
     assert len(convex_frontier(CutSolver(graphs.planner("snapshot").network))) == 1
@@ -219,14 +234,14 @@ def test_a_network_with_one_best_plan_has_one_vertex(monkeypatch: pytest.MonkeyP
 
 
 def check_nested(steps: list[Point]) -> None:
-    for before, after in itertools.pairwise(steps):
+    for before, after in pairwise(steps):
         assert before.sink_side < after.sink_side
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_walk_is_a_longest_chain_of_all_minimum_cuts(seed: int):
     solver, cuts = drawn(seed)
-    for first, second in itertools.pairwise(convex_frontier(solver) if cuts else ()):
+    for first, second in pairwise(convex_frontier(solver) if cuts else ()):
         byte_price, scale = critical_price(first, second)
         least = first.cost(byte_price, scale)
         minimum = [side for side, (price, size) in cuts.items() if scale * price + byte_price * size == least]
@@ -237,7 +252,7 @@ def test_walk_is_a_longest_chain_of_all_minimum_cuts(seed: int):
         assert steps[-1].sink_side == frozenset.union(*minimum)
         assert all(cuts[step.sink_side] == (step.price_femtoseconds, step.bytes) for step in steps)
         assert all(step.sink_side in minimum for step in steps)
-        for before, after in itertools.pairwise(steps):
+        for before, after in pairwise(steps):
             assert not [side for side in minimum if before.sink_side < side < after.sink_side]
             # of all that could be added next, what holds the latest value
             next_ones = [side - before.sink_side for side in minimum if before.sink_side < side]
@@ -249,7 +264,7 @@ def test_walk_is_a_longest_chain_of_all_minimum_cuts(seed: int):
 def test_every_step_is_a_plan_on_the_line_between_its_neighbours(name: str):
     planner = graphs.planner(name)
     solver = CutSolver(planner.network)
-    for first, second in itertools.pairwise(convex_frontier(solver)):
+    for first, second in pairwise(convex_frontier(solver)):
         byte_price, scale = critical_price(first, second)
         least = networkx_value(planner.network, byte_price, scale)
         steps = list(lattice_walk(solver, first, second))
@@ -276,11 +291,10 @@ def equal_layers() -> Planner:
 
 def test_equal_layers_change_one_by_one_the_last_one_first(equal_layers: Planner):
     solver = CutSolver(equal_layers.network)
-    longest = max(
-        (list(lattice_walk(solver, *pair)) for pair in itertools.pairwise(convex_frontier(solver))), key=len
-    )
+    walks = [list(lattice_walk(solver, *pair)) for pair in pairwise(convex_frontier(solver))]
+    longest = max(walks, key=len)
     assert len(longest) > LAYERS
-    given_up = [set(before.saved) - set(after.saved) for before, after in itertools.pairwise(longest)]
+    given_up = [set(before.saved) - set(after.saved) for before, after in pairwise(longest)]
     assert all(given_up)
     assert [max(positions) for positions in given_up] == sorted(map(max, given_up), reverse=True)
 
@@ -305,5 +319,5 @@ def test_walk_is_the_same_whatever_order_the_arcs_are_in():
         other = CutSolver(FlowNetwork(solver.network.joint, shuffled))
         vertices = convex_frontier(solver) if cuts else []
         assert vertices == (convex_frontier(other) if cuts else [])
-        for pair in itertools.pairwise(vertices):
+        for pair in pairwise(vertices):
             assert list(lattice_walk(solver, *pair)) == list(lattice_walk(other, *pair))
