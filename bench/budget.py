@@ -17,15 +17,12 @@ import argparse
 import copy
 import dataclasses
 import fcntl
-import gc
-import math
+import hashlib
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +31,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
 
-import remat
 from bench import budget_tables, memory, results
-from bench.budget_tables import CHAIN_LAYERS, MONOTONE_BUDGETS, SMALLER, TORCH_BUDGETS
+from bench.budget_tables import CHAIN_LAYERS, MONOTONE_BUDGETS, TORCH_BUDGETS
 from bench.gradients import gradient_error, gradients
 from bench.models import BUILDERS, Workload, build, parse_spec
 from bench.timing import training_step, use_one_thread
@@ -55,7 +51,6 @@ from remat import passes
 from remat.budgets import PeakPlanner
 from remat.costs import FEMTOSECONDS
 from remat.eager import OpByOp
-from remat.joint import JointGraph
 from remat.plan import Plan
 from remat.plans import Planner
 from remat.settings import Settings
@@ -105,15 +100,13 @@ def _measure_model(file: Path, part: str, model: str) -> bool:
     if part != "peaks":
         return _ensure(file, model, part)
     torch_variants = [f"inductor-{fraction}" for fraction in TORCH_BUDGETS]
-    if not all([_ensure(file, model, variant) for variant in (DEFAULT, *torch_variants, MIN)]):
+    if not all(_ensure(file, model, variant) for variant in (DEFAULT, *torch_variants, MIN)):
         return False
-    rows = {row.variant: row for row in results.read_rows(file) if row.model == model}
-    peers = [row for name in torch_variants if (row := rows[name]).peak_bytes is not None]
-    budgets = sorted({row.peak_bytes for row in peers if row.peak_bytes}, reverse=True)
-    correct = [row.peak_bytes for row in peers if row.peak_bytes and row.extra["correct"]]
+    (peaks,) = budget_tables.peaks_of([row for row in results.read_rows(file) if row.model == model])
+    budgets = sorted({row.peak_bytes for row in peaks.torch if row.peak_bytes is not None}, reverse=True)
     done = [_ensure(file, model, f"remat-{budget}") for budget in budgets]
-    if correct and rows[MIN].peak_bytes is not None:
-        smaller, bound = int(SMALLER * min(correct)), rows[MIN].extra["peak_bound_bytes"]
+    if peaks.smaller_budget and peaks.smallest is not None:
+        smaller, bound = peaks.smaller_budget, peaks.smallest.extra["peak_bound_bytes"]
         if smaller >= bound:
             done.append(_ensure(file, model, f"remat-{smaller}"))
         else:
@@ -153,18 +146,16 @@ def _row(model: str, variant: str, *, extra: dict[str, Any], **fields: Any) -> r
 
 
 def _write(file: Path, row: results.Row) -> None:
-    """Write a row; other processes may do so at the same time."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(file.with_suffix(".lock")):
+    """Write a row, after other processes that are writing theirs."""
+    with _temporary(str(file.resolve()), "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         results.write_row(file, row)
 
 
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    lock.unlink(missing_ok=True)
+def _temporary(what: str, suffix: str) -> Path:
+    """A file that all processes of these sources share."""
+    name = hashlib.sha256(f"{_sources()} {what}".encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"remat-budget-{name}.{suffix}"
 
 
 def measure_row(model: str, variant: str) -> results.Row:
@@ -172,12 +163,11 @@ def measure_row(model: str, variant: str) -> results.Row:
     disable_compile_caches()
     inductor_config.compile_threads = 1
     memory.install()
-    name, overrides = parse_spec(model)
-    workload = build(name, **overrides)
+    workload = _built(model)
     if variant == "monotone":
         return _row(model, variant, **measure_monotone(workload))
     if variant == "chains":
-        return _row(model, variant, **measure_chain(workload, overrides["layers"]))
+        return _row(model, variant, **measure_chain(workload, parse_spec(model)[1]["layers"]))
     return _measure_peak(model, workload, parse_variant(variant, "eager"))
 
 
@@ -214,40 +204,193 @@ def _measure_peak(model: str, workload: Workload, variant: Variant) -> results.R
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether gradients are right: how far from eager mode's (None with dropout) and from the joint graph's."""
+    """How far gradients are from eager mode's (None with dropout, which draws others) and from the joint graph's.
+
+    checked_in: the dtype in which they were compared with eager mode's.
+    """
 
     gradient_error: float | None
-    joint_error: float
     checked_in: str
+    joint_error: float = 0.0
 
     @property
     def correct(self) -> bool:
-        if self.gradient_error is None:
-            return self.joint_error == 0
-        return self.gradient_error < TOLERANCE
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The default plan's gradients, and how far from eager mode's."""
-
-    gradients: list[Tensor]
-    gradient_error: float | None
-    checked_in: str
+        return self.joint_error == 0 if self.gradient_error is None else self.gradient_error < TOLERANCE
 
 
 def _judge(model: str, workload: Workload, variant: Variant, call: LossFunction) -> Verdict:
+    """Equal to the joint graph's gradients, gradients are as good as those; else they are compared by themselves."""
     found = _seeded_gradients(call, workload)
+    file = _temporary(model, "pt")
     if variant.name == DEFAULT:
-        reference = _make_reference(model, workload, found)
-    else:
-        reference = _reference(model)
-    joint_error = gradient_error(found, reference.gradients)
+        verdict = _compared_with_eager(workload, variant, found)
+        torch.save((found, verdict), file)
+        return verdict
+    if not file.exists():
+        default, again = parse_variant(DEFAULT, "eager"), _built(model)
+        joint = _seeded_gradients(default.compile(again.model), again)
+        torch.save((joint, _compared_with_eager(again, default, joint)), file)
+    joint, verdict = torch.load(file, weights_only=False)
+    joint_error = gradient_error(found, joint)
     if joint_error == 0:
-        return Verdict(reference.gradient_error, joint_error, reference.checked_in)
-    return Verdict(*_error_to_eager(workload, variant, found), joint_error=joint_error)._reordered()
+        return verdict
+    return dataclasses.replace(_compared_with_eager(workload, variant, found), joint_error=joint_error)
 
 
 def _seeded_gradients(call: LossFunction, workload: Workload) -> list[Tensor]:
     torch.manual_seed(STEP_SEED)
     return gradients(call, workload.args, list(workload.model.parameters()))
+
+
+def _compared_with_eager(workload: Workload, variant: Variant, found: list[Tensor]) -> Verdict:
+    """In float32; where that is too coarse for the model, the same variant of it is compared in float64."""
+    if workload.has_dropout:
+        return Verdict(None, "float32")
+    error = gradient_error(found, _seeded_gradients(workload.model, workload))
+    if error < TOLERANCE:
+        return Verdict(error, "float32")
+    arguments = tuple(a.double() if a.is_floating_point() else a for a in workload.args)
+    exact = Workload(copy.deepcopy(workload.model).double(), arguments, workload.note)
+    budget = variant.options.get("budget")
+    if isinstance(budget, str) and budget.isdigit():
+        variant = remat_variant("eager", str(2 * int(budget)))
+    found = _seeded_gradients(variant.compile(exact.model), exact)
+    return Verdict(gradient_error(found, _seeded_gradients(exact.model, exact)), "float64")
+
+
+# --- monotone, chains ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plans of one model, made from its joint graph once."""
+
+    planner: Planner
+    peaks: PeakPlanner
+    default: Plan
+    nodes: int
+    frontier_seconds: float
+
+    @classmethod
+    def of(cls, workload: Workload) -> "Planned":
+        """As `Planner.within` does, for any number of budgets."""
+        planner = graphs.planner_of(graphs.joint_of(workload.model, *workload.args), OP_BY_OP)
+        start = time.thread_time()
+        default, torch_default = planner.choose()
+        seeds = [default.plan, planner._obeying_the_rules(torch_default).plan]
+        peaks = PeakPlanner(planner.joint, planner.costs, planner.rules, OP_BY_OP, planner.scratch, seeds)
+        assert peaks.frontier.points
+        return cls(planner, peaks, default.plan, len(planner.joint.nodes), time.thread_time() - start)
+
+    def cost(self, plan: Plan) -> int:
+        """Recomputation in predicted femtoseconds."""
+        return self.peaks.step.problem.recompute_cost(self.peaks.step.sequence_of(plan))
+
+    def flops(self, plan: Plan) -> int:
+        """FLOPs that run again."""
+        return sum(self.planner.costs.flops.get(node, 0) for node in plan.recomputed)
+
+    def measured_peak(self, plan: Plan) -> int:
+        """The peak of forward and backward on real tensors, run as AOTAutograd does: saved values are given away."""
+        joint, partition = self.planner.joint, passes.rewrite(plan, self.planner.rules)
+        forward, backward = OpByOp(partition.forward), OpByOp(partition.backward)
+        inputs, tangents = checks.examples(checks.inputs_of(joint), 1), checks.examples(joint.tangents, 2)
+
+        def step() -> Any:
+            found = list(forward(list(inputs)))
+            outputs, saved = found[: joint.num_fwd_outputs], found[joint.num_fwd_outputs :]
+            found.clear()
+            tensors = len(saved) - partition.num_sizes
+            arguments = [*saved[tensors:], *saved[:tensors], *(tangent.clone() for tangent in tangents)]
+            saved.clear()
+            return outputs, backward(arguments)
+
+        with torch.no_grad():
+            return memory.measure(step).peak_bytes
+
+
+def measure_monotone(workload: Workload) -> dict[str, Any]:
+    """Thirty budgets from the default plan's peak down to that of "min": the fields of a row."""
+    planned = Planned.of(workload)
+    peaks = planned.peaks
+    high, low = peaks.peak_bytes(planned.default), peaks.peak_bytes(peaks.smallest())
+    steps = MONOTONE_BUDGETS - 1
+    budgets = [round(high * (low / high) ** (step / steps)) for step in range(steps)] + [low]
+    start = time.thread_time()
+    plans = [peaks.within(budget) for budget in budgets]
+    choosing_seconds = time.thread_time() - start
+    measured = {plan: planned.measured_peak(plan) for plan in dict.fromkeys(plans)}
+    once = (count for node, count in planned.planner.costs.flops.items() if node in planned.default.forward_set)
+    return {
+        "decision_seconds": planned.frontier_seconds + choosing_seconds,
+        "forward_flops": sum(once),
+        "extra": {
+            "note": workload.note,
+            "nodes": planned.nodes,
+            "points": len(peaks.frontier.points),
+            "budgets": budgets,
+            "measured": [measured[plan] for plan in plans],
+            "predicted": [peaks.peak_bytes(plan) for plan in plans],
+            "recompute_seconds": [planned.cost(plan) / FEMTOSECONDS for plan in plans],
+            "recomputed_flops": [planned.flops(plan) for plan in plans],
+            "distinct_plans": len(measured),
+        },
+    }
+
+
+def measure_chain(workload: Workload, layers: int) -> dict[str, Any]:
+    """The smallest peak of a chain whose recomputation is at most one forward: the fields of a row."""
+    planned = Planned.of(workload)
+    problem = planned.peaks.step.problem
+    once = sum(problem.cost[operator] for operator in problem.before_boundary)
+    point = next(point for point in planned.peaks.frontier.points if point.cost <= once)
+    plan = planned.peaks.within(point.peak)
+    (parameter,) = workload.model.parameters()
+    return {
+        "predicted_peak_bytes": planned.peaks.peak_bytes(plan),
+        "peak_bytes": planned.measured_peak(plan),
+        "decision_seconds": planned.frontier_seconds,
+        "extra": {
+            "note": workload.note,
+            "nodes": planned.nodes,
+            "layers": layers,
+            "activation_bytes": parameter.untyped_storage().nbytes(),
+            "forwards": planned.cost(plan) / once,
+            "points": len(planned.peaks.frontier.points),
+        },
+    }
+
+
+def _built(model: str) -> Workload:
+    name, overrides = parse_spec(model)
+    return build(name, **overrides)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    def listed(text: str) -> list[str]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+
+    parser = argparse.ArgumentParser(prog="python -m bench.budget", description=__doc__.split("\n", 1)[0])
+    parser.add_argument(
+        "--models",
+        type=listed,
+        default=listed(MODELS),
+        help=f"model[:key=value...], comma-separated; models: {', '.join(BUILDERS)}",
+    )
+    parser.add_argument("--part", type=listed, default=PARTS, help="peaks, monotone, chains, comma-separated; all")
+    parser.add_argument("--jobs", type=int, default=1, help="models measured at a time")
+    parser.add_argument("--json", type=Path, default=results.RESULTS / "budget.json")
+    parser.add_argument("--row", help="measure this one row of the model named, in this process")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.part) - set(PARTS)):
+        parser.error(f"no part {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    try:
+        for spec in arguments.models:
+            parse_spec(spec)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """Results as Markdown tables in README.md, between `<!-- table:NAME -->` and `<!-- /table:NAME -->`.
 
 NAME is that of a file `bench/results/NAME.json`, or `NAME@INNER` for its rows run by one executor (`inductor`
-or `eager`); rows without an executor, such as eager ones, belong to both. NAME `flags` is the table of settings.
+or `eager`); rows without an executor, such as eager ones, belong to both. NAME `flags` is the table of settings;
+`budget` and `budget-...` are the tables of bench/budget_tables.py over `bench/results/budget.json`.
 
     python -m bench.tables --write      put the current results into the README
     python -m bench.tables --check      exit with status 1 if the README shows others
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import results
+from bench import budget_tables, results
 from bench.results import Row
 from remat import settings
 
@@ -102,11 +103,14 @@ def rendered(document: str, folder: Path = results.RESULTS) -> str:
         if name == "flags":
             return f"<!-- table:flags -->\n\n{settings.markdown()}\n\n<!-- /table:flags -->"
         stem, _, inner = name.partition("@")
+        if name in budget_tables.TABLES:
+            stem = "budget"
         rows = results.read_rows(folder / f"{stem}.json")
         selected = [row for row in rows if not inner or row.extra.get("inner") in (None, inner)]
         if not selected:
             raise FileNotFoundError(f"no results for the table {name} in {folder.name}/{stem}.json")
-        return f"<!-- table:{name} -->\n\n{markdown(selected)}\n\n{ran_on(selected)}\n\n<!-- /table:{name} -->"
+        shown = budget_tables.markdown(name, rows) if name in budget_tables.TABLES else markdown(selected)
+        return f"<!-- table:{name} -->\n\n{shown}\n\n{ran_on(selected)}\n\n<!-- /table:{name} -->"
 
     return MARKED.sub(table, document)
 

@@ -1,8 +1,8 @@
 """Plans for a peak-memory budget: the frontier of peak against recomputation, and the point of it that a budget takes.
 
-Seeds are the default plan, PyTorch's, and minimum cuts at a ladder of prices of a byte; the search (search.py) goes
-down from them. The frontier does not depend on the budget, so a smaller budget never takes a plan of higher peak or of
-less recomputation. Op by op a point's peak is exact; under Inductor each is simulated fused.
+Seeds are the default plan, PyTorch's, and the vertices of the convex frontier of saved bytes; the search (search.py)
+goes down from them. The frontier does not depend on the budget, so a smaller budget never takes a plan of higher peak
+or of less recomputation. Op by op a point's peak is exact; under Inductor each is simulated fused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from remat import ops
 from remat.bound import RecomputeBound
 from remat.costs import FEMTOSECONDS, Costs
 from remat.errors import BudgetUnreachable, RematWarning
+from remat.frontier import convex_frontier
 from remat.joint import JointGraph
 from remat.memory import simulate
 from remat.mincut import CutSolver
@@ -29,14 +30,12 @@ from remat.search import Frontier, Point, make_frontier
 from remat.settings import Settings
 from remat.step import TrainingStep, training_step
 
-# Prices of a byte for the seeds, in units of moving it once: each rung four times the last. The search moves on from
-# them; on the 12-layer GPT-2 a ladder twice as fine changed the frontier's cost by less than 1% (op by op).
-SEED_PRICES: Final = (0.25, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-
-
-# "min" does not go on where the last percents of memory cost whole forwards: the smallest peak found whose recomputation
-# is at most this many forwards, in FLOPs. Below it a chain of 40 linear layers pays 0.6 forwards for 4% of its peak; a
-# budget in bytes may ask for that.
+# Vertices of the convex frontier of recomputation against saved bytes that the search starts from: of more, those that
+# leave the widest gaps. A 12-layer GPT-2 has 20 (39 cuts, 0.35 s).
+SEED_VERTICES: Final = 16
+# "min" does not go on where the last percents of memory cost whole forwards: the smallest peak found whose
+# recomputation is at most this many forwards, in FLOPs. Below it a chain of 40 linear layers pays 0.6 forwards for 4%
+# of its peak; a budget in bytes may ask for that.
 MIN_FORWARDS: Final = 1.4
 
 
@@ -94,20 +93,16 @@ class PeakPlanner:
         return make_frontier(self.step.problem, seeds)
 
     def _cuts(self) -> list[Plan]:
-        """Minimum cuts at growing prices of a byte, on prices of single operators."""
-        once = {node: "its operator may not run twice" for node in self.joint.nodes if self._operator(node) in self._once}
-        once |= {node: "its operator may not run twice" for node in self._once}
+        """Vertices of the convex frontier of recomputing against saved bytes, at prices of single operators."""
+        items = [node for node in self.joint.nodes if self._operator(node) in self._once]
+        once = dict.fromkeys((*self._once, *items), "its operator may not run twice")
         rules = replace(self.rules, no_recompute=self.rules.no_recompute | once, unwise_recompute={})
         number = self.step.number
         network = build(
             self.joint, rules, lambda n: 0, lambda n: self.step.problem.cost[number[n]] if n in number else 0
         )
-        solver, found = CutSolver(network), []
-        for multiple in SEED_PRICES:
-            price = round(multiple * FEMTOSECONDS / self.costs.device.bytes_per_second)
-            saved = [self.joint.nodes[position] for position in solver.minimum_cut(price).saved()]
-            found.append(make_plan(self.joint, saved, "cut"))
-        return found
+        vertices = convex_frontier(CutSolver(network), SEED_VERTICES)
+        return [make_plan(self.joint, [self.joint.nodes[p] for p in vertex.saved], "cut") for vertex in vertices]
 
     def _operator(self, node: fx.Node) -> fx.Node:
         source = node.args[0] if ops.is_item(node) else node
@@ -134,26 +129,24 @@ class PeakPlanner:
 
     def smallest(self) -> Plan:
         """The plan of the smallest peak found whose recomputation is at most MIN_FORWARDS."""
-        modest = [plan for plan in self._plans if self._forwards(plan) <= MIN_FORWARDS]
+        modest = [at for at, point in enumerate(self.frontier.points) if self._forwards(point) <= MIN_FORWARDS]
+        places = modest or [0]
         if not self.fused:
-            return (modest or self._plans)[0]
-        return min(modest or self._plans, key=self.peak_bytes)
+            return self._plans[places[0]]
+        return min((self._plans[at] for at in places), key=self.peak_bytes)
 
     def certificate(self, plan: Plan, budget_bytes: int) -> Certificate:
         """How near to the best a plan for this budget is (0: "min")."""
         problem = self.step.problem
         cost = problem.recompute_cost(self.step.sequence_of(plan))
-        peaks = [self.peak_bytes(self._smallest_of_all)]
-        if self.fused:
-            return Certificate(budget_bytes, peaks[0], 0, cost / FEMTOSECONDS, 0.0, problem.baseline_cost / FEMTOSECONDS)
-        bound = RecomputeBound(problem).within(budget_bytes or self.peak_bytes(plan)) or 0
+        bound = 0 if self.fused else RecomputeBound(problem).within(budget_bytes or self.peak_bytes(plan)) or 0
         return Certificate(
             budget_bytes,
-            peaks[0],
-            problem.lower_bound_bytes(),
-            cost / FEMTOSECONDS,
-            bound / FEMTOSECONDS,
-            problem.baseline_cost / FEMTOSECONDS,
+            smallest_peak_bytes=self.peak_bytes(self._smallest_of_all),
+            peak_bound_bytes=0 if self.fused else problem.lower_bound_bytes(),
+            recompute_seconds=cost / FEMTOSECONDS,
+            recompute_bound_seconds=bound / FEMTOSECONDS,
+            step_seconds=problem.baseline_cost / FEMTOSECONDS,
         )
 
     @cached_property
@@ -165,10 +158,13 @@ class PeakPlanner:
     def _smallest_of_all(self) -> Plan:
         return min(self._plans, key=self.peak_bytes) if self.fused else self._plans[0]
 
-    def _forwards(self, plan: Plan) -> float:
+    def _forwards(self, point: Point) -> float:
         """FLOPs that run again, in forwards."""
-        once = sum(count for node, count in self.costs.flops.items() if node in plan.forward_set)
-        return sum(self.costs.flops.get(node, 0) for node in plan.recomputed) / max(once, 1)
+        flops = [self.costs.flops.get(node, 0) if node is not None else 0 for node in self.step.operators]
+        problem = self.step.problem
+        once = sum(flops[operator] for operator in problem.before_boundary)
+        everything = sum(flops[operator] for operator in problem.order)
+        return (sum(flops[operator] for operator in point.sequence) - everything) / max(once, 1)
 
     def _plan(self, point: Point) -> Plan:
         return self._plans[self.frontier.points.index(point)]

@@ -3,13 +3,14 @@
 The narrow places of the forward order divide it into stages. Opt(i, j, m) is the least cost of running the forward of
 stages i to j-1 from what enters stage i, and then their whole backward, when m bytes may be used besides:
 
+    leaf:   j = i + 1, not for the first time: the backward of stage i, from what enters it
     keep:   run stage i and keep one option of its values; Opt(i+1, j, m - kept); the backward of stage i
     skip:   run stages i to k-1 and keep only what enters stage k; Opt(k, j, m - entering k); then Opt(i, k, m)
 
-which is the recursion of Rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, theorem 1) with
-options per stage as in Rockmate (Zhao et al., ICML 2023); the options are what the given cuts keep of a stage. On equal
-stages it is Revolve's binomial schedule (Griewank and Walther, 2000). What the table calls m is approximate (it counts in
-slots, and stage by stage); whoever takes a sequence judges it with the simulator.
+which is the recursion of Rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, theorem 1)
+with options per stage as in Rockmate (Zhao et al., ICML 2023); the options are what the given cuts keep of a stage. On
+equal stages it is Revolve's binomial schedule (Griewank and Walther, 2000). What the table calls m is approximate (it
+counts in slots, and stage by stage); whoever takes a sequence judges it with the simulator.
 """
 
 from __future__ import annotations
@@ -67,19 +68,26 @@ def find_stages(problem: Problem, most: int = MAX_STAGES) -> Stages:
     width = [sum(problem.size[value] for value in values) for values in alive]
     places = _narrow_places(problem, forward, alive, width, most)
     ends = (*places, len(forward) - 1)
+    entering = (frozenset[int](), *(frozenset(alive[place]) for place in places), frozenset[int]())
     stage_of = {operator: bisect_left(ends, place) for place, operator in enumerate(forward)}
+
+    def latest(operator: int, start: int = 0) -> int:
+        """The latest stage that an operator needs: of a value that enters the stage after its own, that one."""
+        for value in problem.reads[operator]:
+            made = stage_of.get(problem.producer[value])
+            if made is not None:
+                start = max(start, made + (value in entering[made + 1]))
+        return start
+
     after = problem.order[len(forward) + 1 :]
     for operator in after:
         if operator not in problem.once:
-            makers = [problem.producer[value] for value in problem.reads[operator]]
-            stage_of[operator] = max((stage_of[maker] for maker in makers if maker in stage_of), default=0)
+            stage_of[operator] = latest(operator)
     phases: list[list[int]] = [[] for _ in ends]
     stage = 0
     for operator in reversed([operator for operator in after if operator in problem.once]):
-        makers = [problem.producer[value] for value in problem.reads[operator]]
-        stage = max([stage, *(stage_of[maker] for maker in makers if maker in stage_of)])
+        stage = latest(operator, stage)
         phases[stage].append(operator)
-    entering = (frozenset[int](), *(frozenset(alive[place]) for place in places), frozenset[int]())
     return Stages(problem, tuple(forward), ends, entering, stage_of, tuple(tuple(p[::-1]) for p in phases))
 
 
@@ -126,9 +134,10 @@ def _narrow_places(
     places: list[int] = []
     for place in range(len(width) - 1):
         before = width[place - 1] if place else 1 << 62
-        if alive[place] and width[place] <= before and width[place] <= width[place + 1]:
-            if not places or alive[places[-1]] != alive[place]:
-                places.append(place)
+        behind = width[place + 1] if place + 2 < len(width) else 1 << 62  # the forward reads nothing after the last
+        narrow = alive[place] and width[place] <= before and width[place] <= behind
+        if narrow and (not places or alive[places[-1]] != alive[place]):
+            places.append(place)
     weights = [max(1, sum(problem.size[value] for value in problem.writes[operator])) for operator in forward]
     return _merged(places, [width[place] for place in places], weights, most)
 
@@ -163,11 +172,6 @@ class Option(NamedTuple):
     working: int
 
 
-class _Choice(NamedTuple):
-    skip_to: int  # the stage to go on from, or -1
-    option: int
-
-
 @dataclass(frozen=True, eq=False)
 class ChainPlanner:
     """The table of Opt, and sequences read from it. `kept` are the value sets of the cuts that options come from."""
@@ -192,6 +196,11 @@ class ChainPlanner:
     def options(self) -> list[list[Option]]:
         """For each stage what may be kept, cheapest backward first, none beaten by another."""
         return [self._options_of(stage) for stage in range(self.stages.count)]
+
+    @cached_property
+    def leaves(self) -> list[Option]:
+        """For each stage its backward when nothing is there but what enters it."""
+        return [self._option(stage, frozenset()) for stage in range(self.stages.count)]
 
     def _options_of(self, stage: int) -> list[Option]:
         own = self._values_of(stage)
@@ -248,11 +257,11 @@ class ChainPlanner:
             for value in problem.reads[operator]:
                 last[value] = step
         lasting = self._gradients_after[stage]
-        alive = sum(problem.size[value] for value in counted) + self.gradient_bytes[stage + 1]
+        read = [value for value in counted if value in last]  # the others were there for later stages
+        alive = sum(problem.size[value] for value in read) + self.gradient_bytes[stage + 1]
         dying: dict[int, int] = {}
-        for value in counted:
-            at = last.get(value, 0)
-            dying[at] = dying.get(at, 0) + problem.size[value]
+        for value in read:
+            dying[last[value]] = dying.get(last[value], 0) + problem.size[value]
         for value in self._gradients_after[stage + 1] - lasting:
             at = last.get(value, 0)
             dying[at] = dying.get(at, 0) + problem.size[value]
@@ -307,7 +316,7 @@ class ChainPlanner:
 
     @cached_property
     def _table(self) -> tuple[Costs, NDArray[np.int64]]:
-        """Opt(i, j, m) for every slot m, and the choice that reaches it: 2 k for skipping to k, 2 o + 1 for option o."""
+        """Opt(i, j, m) for every slot m, and its choice: 2 k for skipping to k, 2 o + 1 for option o or a leaf."""
         count, size = self.stages.count, self.slots + 1
         cost = np.full((count + 1, count + 1, size), np.inf)
         choice = np.full((count, count + 1, size), -1, dtype=np.int64)
@@ -320,7 +329,10 @@ class ChainPlanner:
             for last in range(first + 1, count + 1):
                 best, chosen = cost[first, last], choice[first, last]
                 floor = min(room[first] + self._slots(self.gradient_bytes[last]), size)
-                for number, option in enumerate(self.options[first]):
+                if first + 1 == last < count:
+                    leaf = self.leaves[first]
+                    self._offer(best, chosen, np.zeros(size), 0, self._slots(leaf.working), leaf.cost, 1)
+                for number, option in enumerate(self.options[first] if last > first + 1 or last == count else ()):
                     kept = self._slots(option.bytes)
                     rest = np.zeros(size) if last == first + 1 else cost[first + 1, last]
                     least = max(self._slots(option.working), floor, kept)
@@ -356,10 +368,10 @@ class ChainPlanner:
         return float(sum(self.problem.cost[operator] for operator in self.stages.operators(stage, stage + 1)))
 
     def _forward_bytes(self, stage: int) -> int:
-        """The most bytes that one operator of the stage reads and writes."""
-        problem = self.problem
+        """The most bytes that one operator of the stage reads and writes, beside what enters the stage."""
+        problem, outside = self.problem, self.stages.entering[stage] | self.always
         return max(
-            sum(problem.size[v] for v in {*problem.reads[o], *problem.writes[o]}) + problem.scratch[o]
+            sum(problem.size[v] for v in {*problem.reads[o], *problem.writes[o]} - outside) + problem.scratch[o]
             for o in self.stages.operators(stage, stage + 1)
         )
 
@@ -404,6 +416,9 @@ class _Emission:
             self._both(middle, last, slots - self.planner._slots(self.planner._entering_bytes(middle)))
             self.have -= added - self.planner.always
             last = middle
+        if first + 1 == last < self.stages.count:
+            self._backward(first)
+            return
         option = self.planner.options[first][code // 2]
         added = option.values - self.have
         self._forward(first, first + 1, option.values)

@@ -35,7 +35,7 @@ _BAG_MAXIMUM: Final = 2
 
 
 def _is_maximum(bag: fx.Node) -> bool:
-    return len(bag.args) > _BAG_MODE and bag.args[_BAG_MODE] == _BAG_MAXIMUM
+    return len(bag.args) > _BAG_MODE and bool(bag.args[_BAG_MODE] == _BAG_MAXIMUM)
 
 
 def is_discrete(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,12 @@ def decide(joint: JointGraph, settings: Settings, graph: str = "") -> Decision:
     """
     started = time.thread_time()
     joint = passes.prepare(joint, settings)
+    in_bytes = isinstance(settings.budget, int)
+    with torch_internals.sizes_at_hand() if in_bytes else contextlib.nullcontext():
+        return _decide(joint, settings, graph, started)
+
+
+def _decide(joint: JointGraph, settings: Settings, graph: str, started: float) -> Decision:
     costs = Costs(joint, _device(joint), settings)
     rules = make_rules(joint, settings)
     planner = Planner(joint, costs, rules, settings)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.problem import Problem
+from remat.rerun import Needed
 
 Ints = NDArray[np.int64]
 
@@ -70,7 +71,7 @@ class Schedule:
         self.order: Ints = np.arange(count, dtype=np.int64)  # by position: the event
         self.position: Ints = np.arange(count, dtype=np.int64)  # by event
         self.source: list[dict[int, int]] = []  # by event: for each value it reads, the event that made it
-        self.uses: list[dict[int, list[int]]] = []  # by event: for each value it made, the events that read it, in order
+        self.uses: list[dict[int, list[int]]] = []  # by event: for each value it made, its readers in order
         self.made: list[list[int]] = [[] for _ in problem.size]  # by value: the events that make it, in order
         self.runs = [0] * len(problem.reads)
         self._written = [sum(map(problem.size.__getitem__, values)) for values in problem.writes]
@@ -179,7 +180,7 @@ class Schedule:
             return 0.0
         bound = 0.0
         for each_rate in (rate, math.inf):  # prolonging may eat up all the relief where running again does not
-            needed = _Needed(self, end + 1, budget, each_rate, limit)
+            needed = Needed(self, end + 1, budget, each_rate, limit)
             needed.run(self.problem.producer[gap.value])
             if not needed.possible:
                 if needed.cost > limit:
@@ -208,7 +209,7 @@ class Schedule:
             if at in tried:
                 continue
             tried.add(at)
-            needed = _Needed(self, at, budget, rate, limit)
+            needed = Needed(self, at, budget, rate, limit)
             needed.run(self.problem.producer[gap.value])
             if not needed.possible:
                 continue
@@ -235,7 +236,7 @@ class Schedule:
         span = self.span(gap)
         if span is None:
             return None
-        needed = _Needed(self, span[1] + 1, budget, math.inf, math.inf)
+        needed = Needed(self, span[1] + 1, budget, math.inf, math.inf)
         needed.run(self.problem.producer[gap.value])
         return Eviction(tuple(needed.operators), gap.reader, gap, 0, needed.cost) if needed.possible else None
 
@@ -283,7 +284,7 @@ class Schedule:
         crossing = int(self.position[self.boundary_event]) if self.boundary_event >= 0 else -1
         if at <= crossing < int(self.position[event]):
             return False
-        needed = _Needed(self, at, budget, math.inf, math.inf)
+        needed = Needed(self, at, budget, math.inf, math.inf)
         needed.run(operator)
         if not needed.possible:
             return False
@@ -408,7 +409,8 @@ class Schedule:
 
     def _remove(self, events: list[int]) -> None:
         """Take events away that nobody reads, and then those that they alone read."""
-        problem, gone = self.problem, []
+        problem = self.problem
+        gone: list[int] = []
         pending = list(events)
         while pending:
             event = pending.pop()
@@ -456,82 +458,3 @@ class Schedule:
     def _is_placed(self, event: int) -> bool:
         at = int(self.position[event])
         return at < len(self.order) and int(self.order[at]) == event
-
-
-class _Needed:
-    """What running an operator again at a position takes: operators, longer lives, and what those cost."""
-
-    def __init__(self, schedule: Schedule, at: int, budget: int, rate: float, limit: float) -> None:
-        self.schedule, self.at, self.budget, self.rate, self.limit = schedule, at, budget, rate, limit
-        self.operators: list[int] = []
-        self.chosen: set[int] = set()
-        self.prolonged: list[int] = []
-        self.penalty = 0
-        self.cost = 0
-        self.possible = True
-
-    def run(self, operator: int) -> None:
-        """Add an operator and, before it, whatever it reads that is not there."""
-        self.chosen.add(operator)
-        schedule, problem = self.schedule, self.schedule.problem
-        self.cost += problem.cost[operator]
-        if self.cost > self.limit:
-            self.possible = False
-            return
-        for value in problem.reads[operator]:
-            maker = problem.producer[value]
-            if maker in self.chosen:
-                continue
-            event = schedule.newest(value, self.at)
-            if event is None:
-                self.possible = False
-                return
-            last = schedule.last(event, value)
-            if last >= self.at or value in self.prolonged:
-                continue
-            self._provide(value, event, last)
-            if not self.possible:
-                return
-        self.operators.append(operator)
-
-    def _provide(self, value: int, event: int, last: int) -> None:
-        schedule, problem = self.schedule, self.schedule.problem
-        size, maker = problem.size[value], problem.producer[value]
-        crossing = schedule.boundary_event
-        barred = (
-            value in problem.unsavable
-            and crossing >= 0
-            and schedule.position[event] < schedule.position[crossing] < self.at
-        )
-        above = schedule.alive[last + 1 : self.at] + (size - self.budget)
-        penalty = 0
-        if len(above) and int(above.max()) > 0:
-            penalty = int(np.minimum(np.maximum(above, 0), size).sum())
-        once = maker in problem.once
-        if barred and once:
-            self.possible = False
-        elif not barred and (once or (not penalty or penalty * self.rate <= problem.cost[maker])):
-            self.prolonged.append(value)
-            self.penalty += penalty
-        else:
-            self.run(maker)
-
-    def excess_while_running(self, across: int) -> int:
-        """Excess above the budget that the new steps themselves have."""
-        problem = self.schedule.problem
-        position = {operator: step for step, operator in enumerate(self.operators)}
-        ends: list[int] = [0] * len(self.operators)
-        for step, operator in enumerate(self.operators):
-            for value in problem.reads[operator]:
-                maker = problem.producer[value]
-                if maker in position:
-                    ends[position[maker]] = step
-        across += sum(problem.size[value] for value in self.prolonged)
-        excess, alive, dying = 0, across, {}
-        for step, operator in enumerate(self.operators):
-            written = sum(problem.size[value] for value in problem.writes[operator])
-            alive += written
-            excess += max(0, alive + problem.scratch[operator] - self.budget)
-            dying.setdefault(max(ends[step], step), []).append(written)
-            alive -= sum(dying.pop(step, ()))
-        return excess

@@ -48,6 +48,8 @@ def _may_take_scratch(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch_internals.has_unbacked_bindings(node):
         return False
+    if any(map(_is_symbolic, (node, *node.all_input_nodes))):
+        return False  # at the nominal size the arguments could be larger than the machine
     if target.namespace == "prims":
         return not ops.is_item(node)
     if ops.kind(node) is Kind.POINTWISE and _mixes_dtypes(node):
@@ -57,15 +59,28 @@ def _may_take_scratch(node: fx.Node) -> bool:
     return target.namespace == "aten" and target.overloadpacket not in _WITHOUT_SCRATCH
 
 
+def _is_symbolic(node: fx.Node) -> bool:
+    sizes = [size for tensor in tensors_of(node.meta.get("val")) for size in tensor.shape]
+    return torch_internals.is_sym_node(node) or not all(isinstance(size, int) for size in sizes)
+
+
 def _mixes_dtypes(node: fx.Node) -> bool:
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
     return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) > 1
 
 
 def _signature(node: fx.Node) -> str:
-    arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Shape(n.meta.get("val")))
+    arguments = torch.utils._pytree.tree_map(_shaped, (node.args, node.kwargs))
     threads = torch.get_num_threads()
     return f"{node.target} {arguments!r} {threads}"
+
+
+def _shaped(value: Any) -> Any:
+    return _Shape(value.meta.get("val")) if isinstance(value, fx.Node) else value
+
+
+def _made(value: Any) -> Any:
+    return _Shape(value.meta.get("val")).make() if isinstance(value, fx.Node) else value
 
 
 class _Shape:
@@ -96,11 +111,12 @@ def _measure(calls: dict[str, fx.Node]) -> None:
     spans: dict[str, tuple[int, int, int]] = {}
     with torch_internals.quiet_profiler() as profiler:
         for signature, node in calls.items():
-            arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: _Shape(n.meta.get("val")).make())
+            arguments, keywords = torch.utils._pytree.tree_map(_made, (node.args, node.kwargs))
             started = time.time_ns()
             try:
                 result = node.target(*arguments, **keywords)  # type: ignore[operator]
-            except Exception as error:  # zeros are no legal arguments of every operator
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                # Zeros are no legal arguments of every operator.
                 logger.info("the scratch of %s is not known: %s", ops.name(node), error)
                 _known[signature] = 0
                 continue

@@ -23,8 +23,6 @@ from remat.plan import Plan
 from remat.problem import Problem
 from remat.rules import Rules
 
-
-
 Price = Callable[[fx.Node], int]
 
 
@@ -56,12 +54,14 @@ class TrainingStep:
     def sequence_of(self, plan: Plan) -> tuple[int, ...]:
         """The operators that a plan runs, the boundary between its two halves."""
         assert self.problem.boundary is not None
-        forward, backward = ([self.number[n] for n in half if n in self.number] for half in (plan.forward, plan.backward))
+        halves = (plan.forward, plan.backward)
+        forward, backward = ([self.number[node] for node in half if node in self.number] for half in halves)
         return (*forward, self.problem.boundary, *backward)
 
     def plan_of(self, sequence: Sequence[int], solver: str) -> Plan:
         """The plan that runs its operators in this sequence."""
-        at = list(sequence).index(self.problem.boundary)
+        assert self.problem.boundary is not None
+        at = sequence.index(self.problem.boundary)
         saved = self._saved(sequence, at)
         taken: list[set[int]] = [set() for _ in sequence]
         for value, born, last in self.problem.lives(sequence):
@@ -154,8 +154,9 @@ def training_step(
     size: list[int] = []
     numbers: dict[fx.Node, int] = {}  # by node that owns memory
     writes: list[tuple[int, ...]] = []
+    incoming = [(node, tensor_bytes(node.meta["val"]) if node.users else 0) for node in joint.tangents]
     for node in operators:
-        born = _born(node) if node is not None else [(None, 0), *((n, tensor_bytes(n.meta["val"])) for n in joint.tangents)]
+        born = _born(node) if node is not None else [(None, 0), *incoming]
         writes.append(tuple(range(len(values), len(values) + len(born))))
         for owner, count in born:
             if owner is not None:
@@ -176,7 +177,6 @@ def training_step(
         found = {value for argument in arguments if (value := value_of(argument)) is not None}
         if node is None:
             found = {value for value in found if value < token}
-            # Whatever the forward must run comes before the boundary, read by anybody or not.
         elif node in joint.tangent_closure:
             found.add(token)
         return tuple(sorted(found))
@@ -189,7 +189,8 @@ def training_step(
         or node in once
         or any(user in once for user in node.users if ops.is_item(user))
     }
-    held = {value for node in (*joint.forward_outputs, *joint.backward_outputs) if (value := value_of(node)) is not None}
+    returned = (*joint.forward_outputs, *joint.backward_outputs)
+    held = {value for node in returned if (value := value_of(node)) is not None}
     problem = Problem(
         reads=tuple(map(read, operators)),
         writes=tuple(writes),

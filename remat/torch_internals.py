@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -167,9 +168,9 @@ def quiet_profiler() -> Iterator[Any]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "5"}):
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-            yield profiler
+    quiet = mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "5"})
+    with quiet, torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        yield profiler
 
 
 def memory_events(profiler: Any) -> list[tuple[int, int]]:
@@ -184,9 +185,26 @@ def memory_events(profiler: Any) -> list[tuple[int, int]]:
 def nominal_size(size: int | torch.SymInt, nominal: int) -> int:
     """A concrete number for a possibly symbolic size: `nominal` for every symbol in it. Adds no guard.
 
-    Not the size at hand: a plan must be the same whatever sizes a process happens to meet first.
+    Not the size at hand, unless within `sizes_at_hand`: a plan must be the same whatever sizes a process happens to
+    meet first.
     """
-    return size if isinstance(size, int) else _evaluated(size.node.expr, nominal)
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if _AT_HAND.get() else None
+    return _evaluated(size.node.expr, nominal) if hint is None else int(hint)
+
+
+_AT_HAND: ContextVar[bool] = ContextVar("remat_sizes_at_hand", default=False)
+
+
+@contextlib.contextmanager
+def sizes_at_hand() -> Iterator[None]:
+    """Count symbolic sizes as those of the call that is compiled: a budget in bytes means nothing else."""
+    token = _AT_HAND.set(True)
+    try:
+        yield
+    finally:
+        _AT_HAND.reset(token)
 
 
 @functools.cache
