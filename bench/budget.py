@@ -26,10 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
-from torch import Tensor
+from torch import Tensor, fx
 
 from bench import budget_tables, memory, results
 from bench.budget_tables import CHAIN_LAYERS, MONOTONE_BUDGETS, TORCH_BUDGETS
@@ -47,14 +48,15 @@ from bench.variants import (
     remat_variant,
     summaries_since,
 )
-from remat import passes
+from remat import partitioner, passes
 from remat.budgets import PeakPlanner
 from remat.costs import FEMTOSECONDS
 from remat.eager import OpByOp
+from remat.joint import JointGraph
+from remat.partitioner import Decision
 from remat.plan import Plan
 from remat.plans import Planner
 from remat.settings import Settings
-from tests import checks, graphs
 
 MODELS = (
     "vit:layers=6,dlrm,convnext,bert:layers=4,chain,mamba,unet,t5,rnn,resnet50,"
@@ -72,7 +74,6 @@ SOURCES = (
 # decides.
 TOLERANCE = 1e-3
 STEP_SEED = 1
-OP_BY_OP = Settings(inner="eager", strict=True)
 
 
 def main() -> int:
@@ -269,18 +270,21 @@ class Planned:
     peaks: PeakPlanner
     default: Plan
     nodes: int
-    frontier_seconds: float
+    seconds: float
 
     @classmethod
     def of(cls, workload: Workload) -> "Planned":
         """As `Planner.within` does, for any number of budgets."""
-        planner = graphs.planner_of(graphs.joint_of(workload.model, *workload.args), OP_BY_OP)
+        decision = _decision(workload)
+        planner, default = decision.planner, decision.chosen.plan
         start = time.thread_time()
-        default, torch_default = planner.choose()
-        seeds = [default.plan, planner._obeying_the_rules(torch_default).plan]
-        peaks = PeakPlanner(planner.joint, planner.costs, planner.rules, OP_BY_OP, planner.scratch, seeds)
+        seeds = [default, planner._obeying_the_rules(planner.torch_default()).plan]
+        peaks = PeakPlanner(
+            planner.joint, planner.costs, planner.rules, planner.settings, planner.scratch, seeds
+        )
         assert peaks.frontier.points
-        return cls(planner, peaks, default.plan, len(planner.joint.nodes), time.thread_time() - start)
+        seconds = decision.summary.decision_seconds + time.thread_time() - start
+        return cls(planner, peaks, default, decision.summary.nodes, seconds)
 
     def cost(self, plan: Plan) -> int:
         """Recomputation in predicted femtoseconds."""
@@ -294,7 +298,9 @@ class Planned:
         """The peak of forward and backward on real tensors, run as AOTAutograd does: saved values are given away."""
         joint, partition = self.planner.joint, passes.rewrite(plan, self.planner.rules)
         forward, backward = OpByOp(partition.forward), OpByOp(partition.backward)
-        inputs, tangents = checks.examples(checks.inputs_of(joint), 1), checks.examples(joint.tangents, 2)
+        backwards = joint.tangent_closure
+        inputs = [_example(node) for node in joint.nodes if node.op == "placeholder" and node not in backwards]
+        tangents = [_example(node) for node in joint.tangents]
 
         def step() -> Any:
             found = list(forward(list(inputs)))
@@ -307,6 +313,31 @@ class Planned:
 
         with torch.no_grad():
             return memory.measure(step).peak_bytes
+
+
+def _decision(workload: Workload) -> Decision:
+    """What remat decides by default about the only graph of a step."""
+    decisions: list[Decision] = []
+    original = partitioner.decide
+
+    def decide(joint: JointGraph, settings: Settings, graph: str) -> Decision:
+        decisions.append(original(joint, settings, graph))
+        return decisions[-1]
+
+    with mock.patch.object(partitioner, "decide", decide):
+        call = parse_variant(DEFAULT, "eager").compile(workload.model)
+        training_step(call, workload.args, list(workload.model.parameters()))
+    (decision,) = decisions
+    return decision
+
+
+def _example(node: fx.Node) -> Any:
+    """A value for a placeholder; zeros where it may be an index."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return value
+    result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return result.normal_() if value.dtype.is_floating_point else result.zero_()
 
 
 def measure_monotone(workload: Workload) -> dict[str, Any]:
@@ -322,7 +353,7 @@ def measure_monotone(workload: Workload) -> dict[str, Any]:
     measured = {plan: planned.measured_peak(plan) for plan in dict.fromkeys(plans)}
     once = (count for node, count in planned.planner.costs.flops.items() if node in planned.default.forward_set)
     return {
-        "decision_seconds": planned.frontier_seconds + choosing_seconds,
+        "decision_seconds": planned.seconds + choosing_seconds,
         "forward_flops": sum(once),
         "extra": {
             "note": workload.note,
@@ -349,7 +380,7 @@ def measure_chain(workload: Workload, layers: int) -> dict[str, Any]:
     return {
         "predicted_peak_bytes": planned.peaks.peak_bytes(plan),
         "peak_bytes": planned.measured_peak(plan),
-        "decision_seconds": planned.frontier_seconds,
+        "decision_seconds": planned.seconds,
         "extra": {
             "note": workload.note,
             "nodes": planned.nodes,

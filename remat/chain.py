@@ -32,9 +32,10 @@ Costs = NDArray[np.float64]
 MAX_STAGES: Final = 64
 # Slots into which the memory of the unconstrained plan is divided.
 SLOTS: Final = 256
-# A value that is alive over more than this share of the forward and is cheap to make again is no part of what enters a
-# stage: a mask or a table of positions would widen every narrow place.
+# A value that is alive over more than this share of the forward (and this many operators) and is cheap to make again is
+# no part of what enters a stage: a mask or a table of positions would widen every narrow place.
 SIDE_SHARE: Final = 0.25
+SIDE_LEAST: Final = 32
 SIDE_OPERATORS: Final = 40
 
 
@@ -99,7 +100,7 @@ def _alive_after(problem: Problem, forward: Sequence[int]) -> list[list[int]]:
         for value in problem.writes[operator]:
             last = max((place[user] for user in problem.readers[value] if user in place), default=-1)
             if last > place[operator] and problem.size[value]:
-                far = last - place[operator] > SIDE_SHARE * len(forward)
+                far = last - place[operator] > max(SIDE_SHARE * len(forward), SIDE_LEAST)
                 if not (far and _is_side(problem, value)):
                     change[place[operator]][0].append(value)
                     change[last][1].append(value)

@@ -130,8 +130,8 @@ def _budget(value: Any) -> float | int | str:
     number = _number(value)
     if 0 < number <= 1:
         return number
-    if isinstance(value, float) and value != int(value):
-        raise ValueError
+    if isinstance(value, float):
+        raise ValueError  # no fraction, and bytes are whole
     return _whole_bytes(number)
 
 

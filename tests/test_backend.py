@@ -86,7 +86,26 @@ def test_environment_sets_what_options_do_not(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("REMAT_BUDGET", "min")
     before = len(remat.summaries())
     compiled(Net())(torch.ones(2, 8)).backward()
-    assert remat.summaries()[before].solver == "smallest"
+    summary = remat.summaries()[before]
+    assert summary.smallest_peak_bytes == summary.predicted_peak_bytes > 0
+
+
+@pytest.mark.parametrize(("fraction", "option", "given"), [(0.5, None, 0.5), (0.0, None, "min"), (0.5, 0.9, 0.9)])
+def test_torchs_own_budget_stands_for_ours_where_ours_is_not_set(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, option: float | None, given: Any
+) -> None:
+    import torch._functorch.config as functorch_config
+
+    seen: dict[str, Any] = {}
+
+    def spy(module: Any, inputs: Any, patches: dict[str, Any], wrap: Any) -> Any:
+        seen.update(patches)
+        return module.forward
+
+    monkeypatch.setattr("remat.torch_internals.compile_with_inductor", spy)
+    with functorch_config.patch(activation_memory_budget=fraction):
+        torch.compile(Net(), backend="remat", options={} if option is None else {"budget": option})(torch.ones(2, 8))
+    assert seen["custom_partitioner_fn"].settings.budget == given
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -166,6 +185,13 @@ def test_fallback_sees_the_joint_graph_as_torch_made_it(monkeypatch: pytest.Monk
 # --- check and dump --------------------------------------------------------------------------------------------------
 
 
+aten = torch.ops.aten
+
+
+def wrong_product(a: Any, b: Any) -> Any:
+    return 2 * torch.mm(a, b)
+
+
 def corrupt(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     """Make the partitioner's forward or backward compute something else, past the verifier."""
     original = partitioner.decide
@@ -173,9 +199,9 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     def decide(*arguments: Any) -> Any:
         decision = original(*arguments)
         graph = getattr(decision.partition, which).graph
-        node = next(n for n in graph.nodes if n.target in (torch.ops.aten.erf.default, torch.ops.aten.add.Tensor))
-        erf = node.target is torch.ops.aten.erf.default
-        node.target = torch.ops.aten.sin.default if erf else torch.ops.aten.sub.Tensor
+        instead = {aten.erf.default: aten.sin.default, aten.add.Tensor: aten.sub.Tensor, aten.mm.default: wrong_product}
+        node = next(n for n in graph.nodes if n.target in instead)
+        node.target = instead[node.target]
         getattr(decision.partition, which).recompile()
         return decision
 
@@ -195,7 +221,7 @@ def test_check_names_the_first_tensor_of_a_corrupted_plan(
     monkeypatch: pytest.MonkeyPatch, which: str, dropout: float
 ) -> None:
     corrupt(monkeypatch, which)
-    step = compiled(Net(dropout), check=True, budget="min")
+    step = compiled(Net(dropout), check=True)
     expected = "forward output|input primals" if which == "forward" else "gradient"
     with pytest.raises(remat.CheckFailed, match=expected):
         step(torch.randn(4, 8)).backward()

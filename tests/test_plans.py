@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +22,6 @@ from remat.rules import Rules, why_invalid
 from remat.settings import Settings
 from tests import checks, graphs
 
-FRACTIONS = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0]
 SEEDS = range(30)
 # PyTorch's own cut reads these inputs again after the forward has written them (its fault pytorch#197039).
 TORCH_IS_WRONG = {"counter", "snapshot"}
@@ -143,49 +141,13 @@ def test_saved_values_are_in_graph_order_each_once_however_given():
     assert list(plan.saved) == needed
 
 
-# --- budgets -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mlp", "residual", "attention", "bottleneck", "convnet", "embedding", "views"])
-def test_budget_is_kept_in_saved_bytes_and_a_larger_one_saves_no_less(name: str):
-    planner = with_settings(name)
-    default, smallest = planner.choose()[0], planner.smallest()
-    kept, seconds = [], []
-    for fraction in FRACTIONS:
-        allowed = fraction * default.saved_bytes
-        if smallest.saved_bytes > allowed:
-            continue
-        candidate = planner.within(fraction, default)
-        assert candidate.saved_bytes <= allowed
-        assert why_invalid(candidate.plan, planner.rules) is None
-        kept.append(candidate.saved_bytes)
-        seconds.append(candidate.seconds)
-    assert len(kept) >= 10
-    assert kept == sorted(kept)
-    seconds.pop()  # a whole budget is the default plan, which keeps within a peak too
-    assert seconds == sorted(seconds, reverse=True)
-    asked = chosen(name, budget=0.5)
-    assert (asked.saved_bytes, asked.seconds) == (kept[-7], seconds[-6])  # FRACTIONS[-7] is 0.5
-
-
-def test_budget_takes_the_best_point_of_the_frontier_that_fits():
-    planner = with_settings("bottleneck")
-    frontier = [planner.cut(round(1.2**power)) for power in range(140)]
-    for fraction in (0.2, 0.5, 0.8):
-        allowed = fraction * chosen("bottleneck").saved_bytes
-        best = min(c.seconds for c in frontier if c.saved_bytes <= allowed)
-        assert chosen("bottleneck", budget=fraction).seconds <= best * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("name", ["mlp", "residual", "bottleneck"])
-def test_whole_budget_is_the_default_plan(name: str):
-    assert names(chosen(name, budget=1.0).plan) == names(chosen(name).plan)
+# --- the fewest saved bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", graphs.MODELS)
-def test_min_saves_no_more_than_any_other_plan(name: str):
+def test_smallest_saves_no_more_than_any_other_plan(name: str):
     planner = with_settings(name)
-    fewest = chosen(name, budget="min").saved_bytes
+    fewest = planner.smallest().saved_bytes
     others = [planner.default(planner.torch_default()), *map(planner.random, SEEDS)]
     assert fewest <= min(other.saved_bytes for other in others)
     if name not in TORCH_IS_WRONG:
@@ -193,7 +155,7 @@ def test_min_saves_no_more_than_any_other_plan(name: str):
 
 
 @pytest.mark.parametrize("name", ["chain", "dropout", "multi_output", "views", "outputs", "counter", "snapshot"])
-def test_min_saves_the_fewest_bytes_of_all_plans_and_is_the_fastest_of_those(name: str):
+def test_smallest_saves_the_fewest_bytes_of_all_plans_and_is_the_fastest_of_those(name: str):
     planner = with_settings(name)
     choices = list(checks.all_choices(planner.joint, planner.rules))
     # What a solver leaves out as unwise to save would not have made the plan smaller.
@@ -208,43 +170,6 @@ def test_min_saves_the_fewest_bytes_of_all_plans_and_is_the_fastest_of_those(nam
     smallest = planner.smallest()
     assert smallest.saved_bytes == fewest
     assert smallest.seconds == pytest.approx(least / FEMTOSECONDS)
-
-
-def must_keep(x: Tensor, w: Tensor) -> Tensor:
-    """Half of what the default plan saves may not be recomputed."""
-    return torch.sigmoid(torch.exp(x @ w).cumsum(0))
-
-
-KEEP = Settings(save_ops=("aten.sigmoid",))
-
-
-@pytest.fixture(scope="module")
-def keeping() -> Planner:
-    return graphs.planner_of(graphs.joint_of(must_keep, graphs.leaf(16, 16), graphs.leaf(16, 16)), KEEP)
-
-
-def test_unreachable_budget_warns_with_the_bytes_it_takes_and_gives_the_smallest_plan(keeping: Planner):
-    planner = graphs.planner_of(keeping.joint, replace(KEEP, budget=0.01))
-    with pytest.warns(RematWarning, match=r"budget=0\.01 allows") as caught:
-        candidate, _ = planner.choose()
-    assert len(caught) == 1
-    assert str(candidate.saved_bytes) in str(caught[0].message)
-    assert names(candidate.plan) == names(planner.smallest().plan)
-    assert candidate.saved_bytes > 0
-
-
-def test_unreachable_budget_raises_under_strict(keeping: Planner):
-    planner = graphs.planner_of(keeping.joint, replace(KEEP, budget=0.01, strict=True))
-    with pytest.raises(BudgetUnreachable, match="smallest plan of this graph saves"):
-        planner.choose()
-
-
-def test_reachable_budget_does_not_warn(keeping: Planner):
-    fewest = keeping.smallest().saved_bytes / keeping.choose()[0].saved_bytes
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RematWarning)
-        candidate, _ = graphs.planner_of(keeping.joint, replace(KEEP, budget=fewest, strict=True)).choose()
-    assert candidate.saved_bytes == keeping.smallest().saved_bytes
 
 
 # --- random plans ------------------------------------------------------------------------------------------------

@@ -45,7 +45,10 @@ OTHER: dict[str, tuple[Any, str, Any]] = {
 }
 NOT_A_WEIGHT: list[Any] = [-1, -0.5, math.nan, math.inf, "much", True, None, "", [1], 10**400]
 BAD: dict[str, list[Any]] = {
-    "budget": [0, -0.5, 1.5, math.nan, math.inf, -math.inf, True, False, "half", "", "50%", [0.5], "nan", "inf"],
+    "budget": [
+        0, -0.5, 1.5, 2.0, -7, math.nan, math.inf, -math.inf, True, False, "half", "", "50%", [0.5], "nan", "inf",
+        "8 bananas", "0GiB", "-1GiB", "GiB", "1.5", "8 Gi", "1e400GiB",
+    ],
     "partitioner": ["Torch", "xla", None, 1, ""],
     "plan_seed": [True, 1.5, "one", "", math.nan, math.inf, [1]],
     "inner": ["aot_eager", "", None, 0],
@@ -125,15 +128,28 @@ def test_bad_variable_is_an_error_that_names_it_its_value_and_what_is_allowed(na
 
 def test_setting_error_is_a_value_error_and_a_remat_error():
     with pytest.raises(ValueError, match="budget"):
-        resolved({"budget": 2})
+        resolved({"budget": 2.5})
     with pytest.raises(RematError):
-        resolved({"budget": 2})
+        resolved({"budget": 2.5})
 
 
 @pytest.mark.parametrize("value", ["min", "MIN", " min ", "0.25", 1, 1.0, 1e-9, "none", None])
 def test_budget_accepts_fractions_min_and_none(value: Any):
     budget = resolved({"budget": value}).budget
     assert budget is None if value in (None, "none") else budget == "min" or 0 < float(budget) <= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        ("8GiB", 2**33), ("500MB", 5 * 10**8), ("1.5 kib", 1536), (" 2 TB ", 2 * 10**12), (123456, 123456),
+        ("123456", 123456), ("64b", 64), (2, 2),
+    ],
+)  # fmt: skip
+def test_budget_accepts_bytes_in_units_and_as_integers(value: Any, count: int):
+    budget = resolved({"budget": value}).budget
+    assert budget == count
+    assert type(budget) is int, "a fraction is a float, bytes are an int"
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "on", True, 1])
@@ -224,7 +240,7 @@ def test_weights_are_default_until_one_of_them_moves():
         assert moved == name.endswith(("_weight", "_price", "_overhead"))
 
 
-@pytest.mark.parametrize("bad", [{"budget": 7}, {"budgt": 0.5}])
+@pytest.mark.parametrize("bad", [{"budget": 7.5}, {"budgt": 0.5}])
 def test_bad_option_stops_torch_compile_before_anything_is_compiled(bad: dict[str, Any]):
     import remat
 
