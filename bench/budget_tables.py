@@ -66,12 +66,12 @@ class Peaks:
 
     @property
     def unmet(self) -> list[Row]:
-        """remat's rows that failed although a right plan of PyTorch's has that peak, or the bound allows it."""
-        feasible = self._asked_of(self.correct)
+        """remat's rows that failed although a right plan of PyTorch's has that peak."""
+        feasible = self._asked_of(self.correct) - {f"remat-{self.smaller_budget}"}
         return [row for row in self.remat if "failed" in row.extra and row.variant in feasible]
 
     def ratio(self, field: str, distinct: bool = False) -> float | None:
-        """The sum of one field over PyTorch's correct points, remat's over PyTorch's; None where PyTorch's is 0."""
+        """The sum of one field over PyTorch's correct points, remat's over PyTorch's; None where both are 0."""
         points = self.correct
         if distinct:
             by_cost = {(row.peak_bytes, row.recomputed_flops, row.recomputed_bytes): row for row in points}
@@ -80,7 +80,10 @@ class Peaks:
         if any(row is None or row.peak_bytes is None for row in answers):
             return math.inf
         theirs = sum(getattr(row, field) for row in points)
-        return sum(getattr(row, field) for row in answers if row is not None) / theirs if theirs else None
+        ours = sum(getattr(row, field) for row in answers if row is not None)
+        if not theirs:
+            return math.inf if ours else None
+        return ours / theirs
 
     @property
     def torch_smallest(self) -> int:

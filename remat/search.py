@@ -373,6 +373,10 @@ def _moved(problem: Problem, sequence: Sequence[int]) -> Iterator[Schedule]:
         if steps:
             before = [o for o in sequence[: steps[0]] if o != operator]
             yield from _legal(problem, [*before, operator], sequence[steps[0] :])
+        else:  # nobody reads it: it may stand anywhere
+            rest = [o for o in sequence if o != operator]
+            for step in range(made + 1, len(rest) + 1):
+                yield from _legal(problem, [*rest[:step], operator], rest[step:])
     for value, users in enumerate(problem.readers):
         order = sorted(users, key=place.__getitem__)
         for kept in range(len(order)):

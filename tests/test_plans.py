@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from remat import passes
 from remat.costs import FEMTOSECONDS
 from remat.costs import saved_bytes as bytes_of
-from remat.errors import BudgetUnreachable, InvalidPlan, RematWarning
+from remat.errors import InvalidPlan
 from remat.joint import JointGraph
 from remat.memory import simulate
 from remat.plan import Plan, make_plan

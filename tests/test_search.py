@@ -1,4 +1,4 @@
-"""The search against the truth: incremental bytes against counting, plans against the exact optimum, bounds below it."""
+"""The search against the truth: bytes kept up to date against counting, plans against the optimum, bounds below it."""
 
 from __future__ import annotations
 
