@@ -92,6 +92,7 @@ class Schedule:
             for value, size in enumerate(problem.size)
             if size and problem.producer[value] not in problem.once and problem.readers[value]
         ]
+        self.known_cost: dict[Gap, float] = {}  # of evicting in a gap, when it was last evaluated
         self.alive: Ints = np.array(problem.profile(sequence), dtype=np.int64)
         self.cost = problem.recompute_cost(sequence)
 
@@ -195,6 +196,13 @@ class Schedule:
             if relief > 0:
                 return Eviction(tuple(needed.operators), int(self.order[end + 1]), gap, relief, needed.cost)
         return bound
+
+    def note_cost(self, gap: Gap, result: Eviction | float, most: int) -> None:
+        """Remember what evicting cost, or what its bound says; infinite where it would bring nothing."""
+        if isinstance(result, Eviction):
+            self.known_cost[gap] = result.cost
+        else:
+            self.known_cost[gap] = most / result if result else math.inf
 
     def _evaluate_earlier(
         self, gap: Gap, start: int, end: int, budget: int, rate: float, limit: float

@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,10 @@ from remat.chain import ChainPlanner, find_stages
 from remat.problem import Problem
 from remat.schedule import EARLIER_STEPS, Eviction, Gap, Schedule
 
+# In sequences longer than this, what other evictions would bring is taken to have shrunk with the excess since they were
+# looked at, instead of looking again: on 60 layers of GPT-2 (9,315 nodes) a decision took 16 s instead of 30, while on
+# 12 layers it cost 0.5 s less and the frontier's area grew by a tenth.
+EXACT_STEPS: Final = 2500
 # Ratio of the memory of neighbouring chain schedules that the search starts from.
 CHAIN_STEP: Final = 0.9
 # Shares of the unconstrained peak that the tables of chain schedules cover: the slots of one table are too coarse for
@@ -141,8 +145,8 @@ class Repair:
         schedule = self.schedule
         while schedule.alive[schedule.position[event]] > self.budget:
             before = int(schedule.alive[schedule.position[event]])
-            if not self._hoist(event):
-                self._evict_in_turn(event)
+            if not self._hoist(event) and not self._evict_in_turn(event, self.schedule.known_cost):
+                self._evict_in_turn(event, {})
             if int(schedule.alive[schedule.position[event]]) >= before:
                 return False
         return True
@@ -158,8 +162,12 @@ class Repair:
                 return True
         return False
 
-    def _evict_in_turn(self, event: int) -> None:
-        """Evict what is alive at one step, best ratio of relief to cost first, until it fits or nothing helps."""
+    def _evict_in_turn(self, event: int, known_cost: Mapping[Gap, float]) -> bool:
+        """Evict what is alive at one step, best ratio of relief to cost first; whether it fits then.
+
+        Candidates are ordered by what they cost when they were last looked at, at least by their own operator's cost,
+        and looked at again when their turn comes: on the 60-layer GPT-2 that saved nine tenths of the evaluations.
+        """
         schedule, problem = self.schedule, self.schedule.problem
         at = int(schedule.position[event])
         over = np.concatenate([[0], np.cumsum(schedule.alive > self.budget)])
@@ -169,15 +177,18 @@ class Repair:
             span = schedule.span(gap)
             assert span is not None
             most.append(int(over[span[1] + 1] - over[span[0]]) * problem.size[gap.value])
-            heap.append((-most[-1] / (problem.cost[problem.producer[gap.value]] + 1), number, None, -1))
+            cost = max(problem.cost[problem.producer[gap.value]], known_cost.get(gap, 0))
+            if cost < math.inf:
+                heap.append((-most[-1] / (cost + 1), number, None, -1))
         heapq.heapify(heap)
-        moves = 0
+        moves, excess = 0, [_excess(schedule, self.budget)]
         while heap and schedule.alive[schedule.position[event]] > self.budget:
             ratio, number, found, known_at = heapq.heappop(heap)
             if found is not None and known_at == moves:
                 schedule.evict(found)
                 self.rate = max(found.cost, 1) / found.relief
                 moves += 1
+                excess.append(_excess(schedule, self.budget))
                 continue
             span = schedule.span(gaps[number])
             if span is None or not span[0] <= schedule.position[event] <= span[1]:
@@ -186,17 +197,21 @@ class Repair:
             # where the excess has grown meanwhile it may not be, and is then taken to be half of the last.
             limit = 2 * most[number] / -heap[0][0] if heap and heap[0][0] else math.inf
             result = schedule.evaluate(gaps[number], *span, self.budget, self.rate, limit)
+            schedule.note_cost(gaps[number], result, most[number])
             if isinstance(result, Eviction):
                 now = result.relief / (result.cost + 1)
-                if heap and now < -heap[0][0]:
+                shrunk = excess[-1] / excess[max(heap[0][3], 0)] if heap and len(schedule.order) > EXACT_STEPS else 1.0
+                if heap and now < -heap[0][0] * shrunk:
                     heapq.heappush(heap, (-now, number, result, moves))
                     continue
                 schedule.evict(result)
                 self.rate = max(result.cost, 1) / result.relief
                 moves += 1
+                excess.append(_excess(schedule, self.budget))
             elif result:
                 heapq.heappush(heap, (max(-result, ratio / 2), number, None, -1))
         self.moves += moves
+        return bool(schedule.alive[schedule.position[event]] <= self.budget)
 
 
 def _excess(schedule: Schedule, budget: int) -> int:
