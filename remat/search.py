@@ -26,8 +26,8 @@ from remat.problem import Problem
 from remat.schedule import EARLIER_STEPS, Eviction, Gap, Schedule
 
 # In sequences longer than this, what other evictions would bring is taken to have shrunk with the excess since they
-# were looked at, instead of looking again: on 60 layers of GPT-2 (9,315 nodes) a decision took 16 s instead of 30, while
-# on 12 layers it took 0.5 s less and the frontier's area grew by a tenth.
+# were looked at, instead of looking again: on 60 layers of GPT-2 (9,315 nodes) a decision took 16 s instead of 30,
+# while on 12 layers it took 0.5 s less and the frontier's area grew by a tenth.
 EXACT_STEPS: Final = 2500
 # Ratio of the memory of neighbouring chain schedules that the search starts from.
 CHAIN_STEP: Final = 0.9
