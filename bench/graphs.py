@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,27 +153,36 @@ def _published(name: str, share: float) -> dict[str, Any]:
     return {"published": {"solver": best.solver, "increase_percent": best.percent, "seconds": best.seconds}}
 
 
-def _table(rows: list[results.Row], share: float) -> Table:
-    table = Table(caption=f"within {share:.0%} of the baseline's peak; published figures are of other machines")
-    for name in ("graph", "nodes", "edges", "baseline peak", "budget", "cost +%", "seconds", *PUBLISHED_COLUMNS):
-        table.add_column(name, justify="left" if name in ("graph", "by") else "right")
+def cells(rows: Sequence[results.Row]) -> list[list[str]]:
+    """A heading and one line per graph."""
+    lines = [["graph", "nodes", "edges", "baseline peak", "budget", "cost +%", "seconds", *PUBLISHED_COLUMNS]]
     for row in rows:
         extra, published = row.extra, row.extra.get("published")
         increase = extra.get("increase_percent")
-        table.add_row(
-            row.model,
-            str(extra["nodes"]),
-            str(extra["edges"]),
-            str(extra["baseline_peak_bytes"]),
-            str(row.budget_bytes),
-            "unreached" if increase is None else f"{increase:.2f}",
-            f"{row.decision_seconds:.1f}",
-            *(
-                (f"{published['increase_percent']:.1f}", f"{published['seconds']:.1f}", published["solver"])
-                if published
-                else ("", "", "")
-            ),
+        lines.append(
+            [
+                row.model,
+                str(extra["nodes"]),
+                str(extra["edges"]),
+                f"{extra['baseline_peak_bytes']:,}",
+                f"{row.budget_bytes:,}",
+                "unreached" if increase is None else f"{increase:.2f}",
+                f"{row.decision_seconds:.1f}",
+                f"{published['increase_percent']:.1f}" if published else "",
+                f"{published['seconds']:.1f}" if published else "",
+                published["solver"] if published else "",
+            ]
         )
+    return lines
+
+
+def _table(rows: list[results.Row], share: float) -> Table:
+    heading, *body = cells(rows)
+    table = Table(caption=f"within {share:.0%} of the baseline's peak; published figures are of other machines")
+    for name in heading:
+        table.add_column(name, justify="left" if name in ("graph", "by") else "right")
+    for line in body:
+        table.add_row(*line)
     return table
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import budget_tables, results
+from bench import budget_tables, graphs, results
 from bench.results import Row
 from remat import settings
 
@@ -76,10 +76,10 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     return [list(shown), *([value or "n/a" for value in line] for line in lines)]
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as one Markdown table; text columns to the left, numbers to the right."""
-    heading, *body = cells(rows)
-    text_columns = ("model", "variant", "run by")
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A heading and lines as one Markdown table; text columns to the left, numbers to the right."""
+    heading, *body = lines
+    text_columns = ("model", "variant", "run by", "graph", "by")
     rule = ["---" if name in text_columns else "---:" for name in heading]
     return "\n".join("| " + " | ".join(line) + " |" for line in [heading, rule, *body])
 
@@ -109,7 +109,10 @@ def rendered(document: str, folder: Path = results.RESULTS) -> str:
         selected = [row for row in rows if not inner or row.extra.get("inner") in (None, inner)]
         if not selected:
             raise FileNotFoundError(f"no results for the table {name} in {folder.name}/{stem}.json")
-        shown = budget_tables.markdown(name, rows) if name in budget_tables.TABLES else markdown(selected)
+        if name in budget_tables.TABLES:
+            shown = budget_tables.markdown(name, rows)
+        else:
+            shown = markdown(graphs.cells(selected) if name == "graphs" else cells(selected))
         return f"<!-- table:{name} -->\n\n{shown}\n\n{ran_on(selected)}\n\n<!-- /table:{name} -->"
 
     return MARKED.sub(table, document)

@@ -1,4 +1,4 @@
-"""One way to say "right at every plan": the default, the smallest, and five random ones, compared with eager mode.
+"""One way to say "right at every plan": the default, budgets, and five random ones, compared with eager mode.
 
 `assert_like_eager(fn, make, plan)` runs `fn` on inputs from `make()` for two steps, eager and compiled from the same
 seeds, and compares outputs, gradients, the inputs after each step and the buffers of modules, and that the plan was
