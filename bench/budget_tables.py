@@ -71,16 +71,21 @@ class Peaks:
         return [row for row in self.remat if "failed" in row.extra and row.variant in feasible]
 
     def ratio(self, field: str, distinct: bool = False) -> float | None:
-        """The sum of one field over PyTorch's correct points, remat's over PyTorch's; None where both are 0."""
+        """The sum of one field over PyTorch's correct points, remat's over PyTorch's.
+
+        Infinite where remat has no plan for one of them, None where both sums are 0 or a row is missing.
+        """
         points = self.correct
         if distinct:
             by_cost = {(row.peak_bytes, row.recomputed_flops, row.recomputed_bytes): row for row in points}
             points = list(by_cost.values())
-        answers = [self.answer(row) for row in points]
-        if any(row is None or row.peak_bytes is None for row in answers):
+        answers = [row for peer in points if (row := self.answer(peer)) is not None]
+        if len(answers) < len(points):
+            return None
+        if any(row.peak_bytes is None for row in answers):
             return math.inf
         theirs = sum(getattr(row, field) for row in points)
-        ours = sum(getattr(row, field) for row in answers if row is not None)
+        ours = sum(getattr(row, field) for row in answers)
         if not theirs:
             return math.inf if ours else None
         return ours / theirs
@@ -109,7 +114,7 @@ class Peaks:
 
     @property
     def smaller(self) -> Row | None:
-        """remat at that share; None where it is below the bound or was not measured."""
+        """remat at that share; None where it is below the bound or not measured yet."""
         row = self.rows.get(f"remat-{self.smaller_budget}")
         return None if row is None or "skipped" in row.extra else row
 
@@ -249,7 +254,7 @@ def _smallest(rows: Sequence[Row]) -> Lines:
         row, less = peaks.smallest, peaks.smaller
         asked = [_mib(peaks.smaller_budget) if peaks.torch_smallest else "none"]
         if less is None:
-            asked += ["below the bound", "", ""]
+            asked += ["below the bound" if f"remat-{peaks.smaller_budget}" in peaks.rows else "not measured", "", ""]
         elif less.peak_bytes is None:
             asked += ["not reached", "", ""]
         else:

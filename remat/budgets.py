@@ -78,9 +78,8 @@ class PeakPlanner:
 
     @cached_property
     def _once(self) -> frozenset[fx.Node]:
-        """What may not be made twice. Values that last bits decide may be, op by op: there both runs are equal."""
-        unwise = self.rules.unwise_recompute if self.fused else {}
-        return frozenset(self.rules.no_recompute.keys() | unwise.keys())
+        """What is not made twice."""
+        return frozenset(self.rules.no_recompute.keys() | self.rules.unwise_recompute.keys())
 
     @cached_property
     def frontier(self) -> Frontier:

@@ -168,10 +168,15 @@ def show(summary: PlanSummary, log: str) -> None:
         return
     print(summary.line(), file=sys.stderr)
     if log == "values" and summary.saved:
+        console = Console(stderr=True, width=None if sys.stderr.isatty() else 200)
         table = Table("saved value", "operator", "bytes", "why", "source")
         for value in summary.saved:
             table.add_row(value.name, value.operator, f"{value.bytes:,}", value.reason, value.source)
-        Console(stderr=True, width=None if sys.stderr.isatty() else 200).print(table)
+        console.print(table)
+        peak = Table("alive at the predicted peak", "as", "bytes")
+        for name, role, count in summary.alive_at_peak:
+            peak.add_row(name, role, f"{count:,}")
+        console.print(peak)
 
 
 def to_json(summaries: list[PlanSummary]) -> str:

@@ -270,7 +270,7 @@ class Schedule:
             if readers[-1] == user and not self.is_held(maker, value):
                 before = int(self.position[readers[-2]]) if len(readers) > 1 else int(self.position[maker])
                 change[max(before + 1 - start, 0) :] -= problem.size[value]
-        if any(problem.unsavable) and start <= int(self.position[self.boundary_event]) <= end:
+        if problem.unsavable and start <= int(self.position[self.boundary_event]) <= end:
             return None
         excess = self.alive[start : end + 2] - budget
         relief = int(np.maximum(excess, 0).sum() - np.maximum(excess + change, 0).sum())

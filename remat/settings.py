@@ -181,7 +181,7 @@ TABLE: Final[tuple[Setting, ...]] = (
     ),
     Setting(
         "partitioner", _one_of("remat", "torch"), "remat or torch",
-        "Who decides what to save: remat's minimum cut, or PyTorch's own (schedule, checks and report stay ours).",
+        "Who decides what to save: remat, or PyTorch (schedule and checks stay ours; under a budget all is PyTorch's).",
     ),
     Setting(
         "plan_seed", _optional(_integer), "none or an integer",
@@ -205,7 +205,7 @@ TABLE: Final[tuple[Setting, ...]] = (
     ),
     Setting(
         "log", _one_of("warn", "plan", "values"), "warn, plan or values",
-        "What to print on stderr: warnings only, a line for each plan, or each saved value with its reason too.",
+        "What to print on stderr: warnings only, a line for each plan, or also saved values and what is at the peak.",
         in_cache_key=False,
     ),
     Setting(

@@ -110,9 +110,13 @@ class _Writer:
         for argument in node.all_input_nodes:
             self.provide(argument)
         self._write(node)
-        for user in node.users:
-            if user in taken:
-                self._write(user)
+        written: set[fx.Node] = {node}
+        items = [item for item in taken if item is not None and item is not node]
+        for item in sorted(items, key=self.step.joint.index.__getitem__):
+            for part in _path(node, item):
+                if part not in written:
+                    self._write(part)
+                    written.add(part)
 
     def provide(self, node: fx.Node) -> None:
         """Make sure that a node stands here and shows the newest version of its memory; operators have been written."""
@@ -145,7 +149,8 @@ def training_step(
     price, scratch: each operator's cost of a run, and the bytes it takes for itself. once: forward values (operators
     or items) that may not be made twice.
     """
-    nodes = [node for node in joint.nodes if _is_operator(node)]
+    wanted = joint.ancestors([*joint.tangent_closure, *joint.backward_outputs]) | joint.required_forward
+    nodes = [node for node in joint.nodes if _is_operator(node) and node in wanted]
     forward = [node for node in nodes if node in joint.required_forward]
     rest = [node for node in nodes if node not in joint.required_forward]
     operators: list[fx.Node | None] = [*forward, None, *rest]
@@ -187,7 +192,7 @@ def training_step(
         if node is None
         or node in joint.tangent_closure
         or node in once
-        or any(user in once for user in node.users if ops.is_item(user))
+        or any(item in once for item, _ in _born(node))
     }
     returned = (*joint.forward_outputs, *joint.backward_outputs)
     held = {value for node in returned if (value := value_of(node)) is not None}
@@ -218,15 +223,31 @@ def _memory_read(node: fx.Node) -> list[fx.Node]:
 
 def _born(node: fx.Node) -> list[tuple[fx.Node | None, int]]:
     """The values that running an operator creates, each with its node and bytes."""
-    result = node.meta.get("val")
-    if not isinstance(result, list | tuple):
+    if not isinstance(node.meta.get("val"), list | tuple):
         return [(node, owned_bytes(node))]
+    return _leaves(node, node.meta["val"])
+
+
+def _leaves(parent: fx.Node | None, results: Sequence[Any]) -> list[tuple[fx.Node | None, int]]:
+    """The tensors in results, lists within them too, each with the item that takes it."""
     items: dict[Any, fx.Node] = {}
-    for user in node.users:
+    for user in parent.users if parent is not None else ():
         if ops.is_item(user):
             items.setdefault(user.args[1], user)
-    return [
-        (items.get(index), tensor_bytes(item))
-        for index, item in enumerate(result)
-        if isinstance(item, torch.Tensor) or index in items
-    ]
+    found: list[tuple[fx.Node | None, int]] = []
+    for index, result in enumerate(results):
+        if isinstance(result, list | tuple):
+            found += _leaves(items.get(index), result)
+        elif isinstance(result, torch.Tensor) or index in items:
+            found.append((items.get(index), tensor_bytes(result)))
+    return found
+
+
+def _path(operator: fx.Node, item: fx.Node) -> list[fx.Node]:
+    """The items from an operator's results down to this one."""
+    path = [item]
+    while path[-1].args[0] is not operator:
+        parent = path[-1].args[0]
+        assert isinstance(parent, fx.Node)
+        path.append(parent)
+    return path[::-1]

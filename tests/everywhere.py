@@ -27,11 +27,15 @@ from remat.partitioner import Decision
 
 PLANS: Final[dict[str, dict[str, Any]]] = {
     "default": {},
+    # The fewest saved bytes: whatever may be recomputed is, once.
+    "fewest": {"memory_price": 1e6},
     "min": {"budget": "min"},
     # Half the peak is out of reach for most of these graphs: then it is the smallest plan, with a warning.
     "half": {"budget": 0.5, "strict": False},
     **{f"random{seed}": {"plan_seed": seed} for seed in range(5)},
 }
+# Under these a value may be made more than twice, and a preference of a checkpoint policy is no order.
+BUDGETS: Final = ("min", "half")
 every_plan = pytest.mark.parametrize(
     "plan", [pytest.param(p, marks=pytest.mark.filterwarnings("ignore:budget=0.5 allows")) for p in PLANS]
 )

@@ -19,6 +19,7 @@ import remat
 from tests import graphs
 from tests.checks import check_same_bits, recomputed_names, run_joint, run_partition, same_bits
 from tests.everywhere import (
+    BUDGETS,
     PLANS,
     Runs,
     assert_like_eager,
@@ -32,7 +33,7 @@ from tests.everywhere import (
 )
 
 # Where the plan matters less: a random plan stands for all.
-three_plans = pytest.mark.parametrize("plan", ["default", "min", "random0"])
+three_plans = pytest.mark.parametrize("plan", ["default", "fewest", "min", "random0"])
 
 RUNS: Counter[int] = Counter()
 SEEN: list[tuple[int, Tensor]] = []
@@ -175,7 +176,7 @@ def test_a_router_inside_a_checkpointed_region_keeps_its_choice(plan: str) -> No
 
     (summary,) = assert_like_eager(run, make, plan, graphs=1)
     # The chosen experts, 8 x 2 integers, and nothing else of the region.
-    assert [value.bytes for value in summary.saved if value.bytes] == [8 * 2 * 8]
+    assert plan in BUDGETS or [value.bytes for value in summary.saved if value.bytes] == [8 * 2 * 8]
     assert summary.saved_values >= 1
 
 
@@ -186,7 +187,7 @@ def test_masks_of_numbers_may_be_recomputed(plan: str) -> None:
         return (torch.where(hidden > 0, hidden, hidden.sin()).relu() @ w).exp()
 
     (summary,) = assert_like_eager(run, lambda: [leaf(8, 8), leaf(8, 8, seed=1)], plan, graphs=1)
-    if plan == "min":
+    if plan == "fewest":
         assert summary.saved_bytes == 0
 
 
@@ -198,7 +199,7 @@ def test_the_user_may_declare_a_decision_safe_to_repeat(route: Any) -> None:
     names = ["topk", "argmax", "sort", "max", "gt", "ge", "argsort", "_to_copy"]
     options = {"recompute_ops": [*(f"aten.{name}" for name in names), "prims.convert_element_type"]}
     before = len(remat.summaries())
-    mine = compiled(run, "min", **options)
+    mine = compiled(run, "fewest", **options)
     same(*(step(fn, [leaf(8, 8), leaf(8, 8, seed=1)]) for fn in (mine, run)), 1e-9, 1e-12)
     (summary,) = planned_since(before, 1)
     assert summary.saved_bytes == 0
@@ -226,9 +227,9 @@ def test_recomputed_values_are_the_forwards_to_the_bit(plan: str) -> None:
         step(mine, [leaf(9, 8, dtype=torch.float32), leaf(8, 8, seed=1, dtype=torch.float32)])
         for label in (1, 2, 3):
             values = [value for found, value in SEEN if found == label]
-            assert len(values) in (1, 2)
-            assert same_bits(values[0], values[-1])
-    assert plan != "min" or len(SEEN) == 6
+            assert len(values) in (1, 2) or plan in BUDGETS
+            assert all(same_bits(values[0], value) for value in values)
+    assert plan != "fewest" or len(SEEN) == 6
 
 
 @three_plans
@@ -254,7 +255,7 @@ def dense(x: Tensor, w: Tensor) -> Tensor:
 
 
 @every_plan
-def test_each_value_runs_at_most_once_in_the_backward(plan: str) -> None:
+def test_each_value_runs_at_most_once_in_the_backward_but_for_a_budget(plan: str) -> None:
     def make() -> list[Tensor]:
         return [leaf(4, 8), leaf(8, 8, seed=1)]
 
@@ -265,9 +266,9 @@ def test_each_value_runs_at_most_once_in_the_backward(plan: str) -> None:
         RUNS.clear()
         same(step(mine, make()), truth, 1e-9, 1e-12)
         assert set(RUNS) == set(range(1, 7))
-        assert set(RUNS.values()) <= {1, 2}
+        assert set(RUNS.values()) <= {1, 2} or plan in BUDGETS
     planned_since(before, 1)
-    if plan == "min":
+    if plan == "fewest":
         assert list(RUNS.values()).count(2) >= 5
 
 
@@ -285,9 +286,8 @@ def test_operators_that_the_forward_alone_has_run_no_oftener_in_the_backward(pla
         return [leaf(4, 8), leaf(8, 8, seed=1)]
 
     seen = backward_runs(compiled(run, plan), make)
-    assert (seen["aten.erf"], seen["aten.sinh"], seen["aten.asinh"]) <= (4, 4, 4)
-    assert max(seen["aten.erf"], seen["aten.sinh"], seen["aten.asinh"]) <= 4
-    if plan == "min":
+    assert max(seen["aten.erf"], seen["aten.sinh"], seen["aten.asinh"]) <= 4 or plan in BUDGETS
+    if plan == "fewest":
         assert seen["aten.erf"] == seen["aten.sinh"] == 4
 
 
@@ -295,7 +295,7 @@ def test_operators_that_the_forward_alone_has_run_no_oftener_in_the_backward(pla
 def test_no_backward_graph_has_a_value_twice_and_all_have_the_joint_graphs_bits(name: str) -> None:
     joint = graphs.joint(name)
     truth = run_joint(graphs.planner(name).joint)
-    for options in PLANS.values():
+    for options in (options for plan, options in PLANS.items() if plan not in BUDGETS):
         settings = remat.settings.resolve({"inner": "eager", **options}, {})[0]
         decision = remat.partitioner.decide(joint, settings)
         names = [node.name for node in decision.partition.backward.graph.nodes]
