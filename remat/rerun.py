@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
     from remat.schedule import Schedule
+
+
+# Operators that need each other one after another beyond this are not run again as one: two calls each on Python's
+# stack, of which a compilation has some hundreds already. Longer stretches come from the chain schedules.
+DEEPEST: Final = 150
 
 
 class Needed:
@@ -21,13 +26,14 @@ class Needed:
         self.penalty = 0
         self.cost = 0
         self.possible = True
+        self.depth = 0
 
     def run(self, operator: int) -> None:
         """Add an operator and, before it, whatever it reads that is not there."""
         self.chosen.add(operator)
         schedule, problem = self.schedule, self.schedule.problem
         self.cost += problem.cost[operator]
-        if self.cost > self.limit:
+        if self.cost > self.limit or self.depth > DEEPEST:
             self.possible = False
             return
         for value in problem.reads[operator]:
@@ -66,7 +72,9 @@ class Needed:
             self.prolonged.append(value)
             self.penalty += penalty
         else:
+            self.depth += 1
             self.run(maker)
+            self.depth -= 1
 
     def excess_while_running(self, across: int) -> int:
         """Excess above the budget that the new steps themselves have."""

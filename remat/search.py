@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from remat.chain import ChainPlanner, find_stages
+from remat.chain import MAX_STAGES, ChainPlanner, find_stages
 from remat.problem import Problem
 from remat.schedule import EARLIER_STEPS, Eviction, Gap, Schedule
 
@@ -31,6 +31,7 @@ from remat.schedule import EARLIER_STEPS, Eviction, Gap, Schedule
 EXACT_STEPS: Final = 2500
 # Ratio of the memory of neighbouring chain schedules that the search starts from.
 CHAIN_STEP: Final = 0.9
+FINE_CHAIN_STEP: Final = 0.95  # where there are many stages
 # Shares of the unconstrained peak that the tables of chain schedules cover: the slots of one table are too coarse for
 # the smallest budgets (of 1,024 equal layers a slot of the whole holds four).
 CHAIN_SHARES: Final = (1.0, 0.25, 0.0625)
@@ -261,13 +262,13 @@ def _chain_points(problem: Problem, starts: Sequence[Point]) -> list[Point]:
     for share in CHAIN_SHARES:
         planner = ChainPlanner(stages, kept, int(memory * share))
         costs, last = planner.costs(), -1
-        slots = float(planner.slots)
+        slots, ratio = float(planner.slots), CHAIN_STEP if stages.count <= MAX_STAGES else FINE_CHAIN_STEP
         while slots >= 1 and np.isfinite(costs[int(slots)]):
             if int(slots) != last:
                 last = int(slots)
                 sequence = planner.sequence(last)
                 found.append(Point(problem.peak(sequence), problem.recompute_cost(sequence), sequence, "chain"))
-            slots *= CHAIN_STEP
+            slots *= ratio
     return found
 
 
