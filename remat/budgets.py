@@ -161,10 +161,13 @@ class PeakPlanner:
         return min(self._plans, key=self.peak_bytes) if self.fused else self._plans[0]
 
     def _forwards(self, point: Point) -> float:
-        """FLOPs that run again, in forwards."""
+        """FLOPs that run again, in forwards; of a model that has none, the predicted time."""
         flops = [self.costs.flops.get(node, 0) if node is not None else 0 for node in self.step.operators]
         problem = self.step.problem
         once = sum(flops[operator] for operator in problem.before_boundary)
+        if not once:
+            flops = list(problem.cost)
+            once = sum(flops[operator] for operator in problem.before_boundary)
         everything = sum(flops[operator] for operator in problem.order)
         return (sum(flops[operator] for operator in point.sequence) - everything) / max(once, 1)
 
