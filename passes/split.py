@@ -43,13 +43,15 @@ def _with_further_runs(plan: Plan) -> tuple[fx.GraphModule, list[fx.Node]]:
         if node not in joint.tangent_closure or node.op == "placeholder":
             create(node, node.name)
     saved = [newest[node] for node in plan.saved]
-    outputs: list[Any] = [newest.get(v, v) if isinstance(v, fx.Node) else v for v in joint.outputs]
+    forward = dict(newest)
     for node, name in zip(plan.backward, plan.backward_names, strict=True):
         if name != node.name or node not in newest:
             create(node, name)
-    outputs[joint.num_fwd_outputs :] = [
-        newest[v] if isinstance(v, fx.Node) else v for v in joint.outputs[joint.num_fwd_outputs :]
-    ]
+    outputs: list[Any] = []
+    for position, value in enumerate(joint.outputs):
+        # What the forward returns is its own run; but a write of the backward may stand among its outputs too.
+        made = forward if position < joint.num_fwd_outputs and value in forward else newest
+        outputs.append(made[value] if isinstance(value, fx.Node) else value)
     result = graph.output(outputs)
     result.meta = dict(joint.output.meta)
     return torch_internals.make_module(joint.module, graph), saved

@@ -5,7 +5,8 @@ graph (names survive the split):
 1. The forward takes the primals and returns the joint graph's forward outputs, in order, with their descriptions,
    then the saved values; the backward takes exactly those saved values and the tangents, and returns the gradients.
 2. Every node of the two graphs is a node of the joint graph, or a further run of one: same operator, same arguments.
-3. What is random, writing, collective, effectful or of unknown purity runs once in the two graphs together, and no
+3. What the backward writes is read afterwards only where the joint graph does so.
+4. What is random, writing, collective, effectful or of unknown purity runs once in the two graphs together, and no
    backward node reads an input that the forward writes.
 """
 
@@ -17,7 +18,7 @@ from torch import fx
 
 from remat import ops, torch_internals
 from remat.errors import InvalidPlan
-from remat.joint import JointGraph
+from remat.joint import JointGraph, written_arguments
 from remat.passes.partition import Partition
 from remat.plan import Plan, original_name
 from remat.rules import Rules, why_invalid
@@ -34,6 +35,7 @@ def verify(partition: Partition, plan: Plan, rules: Rules) -> None:
     _forward_interface(partition, joint)
     _backward_interface(partition, joint)
     _runs_once(partition, joint, rules)
+    _reads_before_writes(partition, joint)
 
 
 def _names(values: Any) -> list[Any]:
@@ -122,6 +124,22 @@ def _backward_interface(partition: Partition, joint: JointGraph) -> None:
 def _is_object(name: Any, joint: JointGraph) -> bool:
     node = joint.by_name.get(name) if isinstance(name, str) else None
     return node is not None and torch_internals.is_script_object(node.meta.get("val"))
+
+
+def _reads_before_writes(partition: Partition, joint: JointGraph) -> None:
+    """What the joint graph reads before the backward writes it is not read afterwards."""
+    written: dict[fx.Node, fx.Node] = {}  # by the node that owns the memory: the writer, as in the joint graph
+    for node in partition.backward.graph.nodes:
+        if node.op != "call_function":
+            continue
+        original = joint.by_name[original_name(node.name)]
+        for argument in node.all_input_nodes if not ops.is_view(node) else ():
+            writer = written.get(ops.view_base(argument))
+            if writer is not None and joint.index[original] < joint.index[writer]:
+                raise InvalidPlan(f"{node.name} reads what {writer.name} has written, in the joint graph before it")
+        if ops.is_mutating(node):
+            for argument in written_arguments(node):
+                written.setdefault(ops.view_base(argument), original)
 
 
 def _runs_once(partition: Partition, joint: JointGraph, rules: Rules) -> None:

@@ -33,6 +33,8 @@ def remat(
     resolved, rest = settings.resolve(options, passthrough=torch_internals.inductor_options())
     if mode is not None and mode not in torch_internals.known_modes():
         raise SettingError(f"mode={mode!r} is not allowed: one of {', '.join(torch_internals.known_modes())}")
+    if resolved.partitioner == "torch" and isinstance(resolved.budget, int):
+        raise SettingError("partitioner=torch takes no budget in bytes: a fraction of saved bytes in (0, 1], or min")
     resolved = _with_torchs_budget(resolved)
     patches = torch_internals.inductor_patches(mode, rest)
     patches["custom_partitioner_fn"] = Partitioner(resolved.for_compiled_code())

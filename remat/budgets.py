@@ -33,8 +33,8 @@ from remat.step import TrainingStep, training_step
 # Vertices of the convex frontier of recomputation against saved bytes that the search starts from: of more, those that
 # leave the widest gaps. A 12-layer GPT-2 has 20 (39 cuts, 0.35 s).
 SEED_VERTICES: Final = 16
-# Kept free of a budget where there is a plan: a Python number becomes a tensor while an operator runs. At the peak of
-# ViT and BERT that made 12 bytes.
+# Kept free of a budget where there is a plan for less: a Python number becomes a tensor while an operator runs. At the
+# peak of ViT and BERT that made 12 bytes.
 NUMBERS_BYTES: Final = 64
 # "min" does not go on where the last percents of memory cost whole forwards: the smallest peak found whose
 # recomputation is at most this many forwards, in FLOPs. Below it a chain of 40 linear layers pays 0.6 forwards for 4%
@@ -121,12 +121,14 @@ class PeakPlanner:
 
         Raises BudgetUnreachable under strict.
         """
-        if not self.fused:
-            point = self.frontier.within(budget_bytes - NUMBERS_BYTES) or self.frontier.within(budget_bytes)
-            return self._plan(point) if point else self._unreachable(budget_bytes)
-        for plan in reversed(self._plans):
-            if self.peak_bytes(plan) <= budget_bytes:
-                return plan
+        if self.fused:
+            fitting = [plan for plan in self._candidates if self.peak_bytes(plan) <= budget_bytes]
+            return min(fitting, key=self._cost) if fitting else self._unreachable(budget_bytes)
+        for allowed in (budget_bytes - NUMBERS_BYTES, budget_bytes):
+            for at in range(len(self.frontier.points) - 1, -1, -1):
+                # The plan itself has the last word: where sizes are symbolic, what they are read from lives longer.
+                if self.frontier.points[at].peak <= allowed and self.peak_bytes(self._plans[at]) <= allowed:
+                    return self._plans[at]
         return self._unreachable(budget_bytes)
 
     def smallest(self) -> Plan:
@@ -135,7 +137,7 @@ class PeakPlanner:
         places = modest or [0]
         if not self.fused:
             return self._plans[places[0]]
-        return min((self._plans[at] for at in places), key=self.peak_bytes)
+        return min((*(self._plans[at] for at in places), *self.seeds), key=self.peak_bytes)
 
     def certificate(self, plan: Plan, budget_bytes: int) -> Certificate:
         """How near to the best a plan for this budget is (0: "min")."""
@@ -158,7 +160,15 @@ class PeakPlanner:
 
     @property
     def _smallest_of_all(self) -> Plan:
-        return min(self._plans, key=self.peak_bytes) if self.fused else self._plans[0]
+        return min(self._candidates, key=self.peak_bytes) if self.fused else self._plans[0]
+
+    @property
+    def _candidates(self) -> list[Plan]:
+        """Under Inductor: what the frontier has, by peaks op by op, and the seeds, which it may have left out."""
+        return [*self._plans, *self.seeds]
+
+    def _cost(self, plan: Plan) -> int:
+        return self.step.problem.recompute_cost(self.step.sequence_of(plan))
 
     def _forwards(self, point: Point) -> float:
         """FLOPs that run again, in forwards; of a model that has none, the predicted time."""
@@ -170,9 +180,6 @@ class PeakPlanner:
             once = sum(flops[operator] for operator in problem.before_boundary)
         everything = sum(flops[operator] for operator in problem.order)
         return (sum(flops[operator] for operator in point.sequence) - everything) / max(once, 1)
-
-    def _plan(self, point: Point) -> Plan:
-        return self._plans[self.frontier.points.index(point)]
 
     def _unreachable(self, budget_bytes: int) -> Plan:
         smallest = self._smallest_of_all

@@ -131,7 +131,7 @@ class JointGraph:
     def written_in_backward(self) -> frozenset[Node]:
         """Values of the forward whose memory the backward writes: the caller holds it, so no copy will do."""
         writes = [n for n in self.nodes if n in self.tangent_closure and n.op == "call_function" and ops.is_mutating(n)]
-        bases = {ops.view_base(argument) for node in writes for argument in _written_arguments(node)}
+        bases = {ops.view_base(argument) for node in writes for argument in written_arguments(node)}
         return frozenset(base for base in bases if base not in self.tangent_closure and base.op != "placeholder")
 
     @cached_property
@@ -144,7 +144,7 @@ class JointGraph:
         written: dict[Node, Node | None] = {}
         for node in self.nodes:
             if ops.is_mutating(node) and node not in self.tangent_closure:
-                for argument in _written_arguments(node):
+                for argument in written_arguments(node):
                     base = ops.view_base(argument)
                     if base.op == "placeholder":
                         written[base] = node
@@ -180,7 +180,8 @@ class JointGraph:
                 )
 
 
-def _written_arguments(node: Node) -> list[Node]:
+def written_arguments(node: Node) -> list[Node]:
+    """The arguments that a writing operator writes."""
     assert isinstance(node.target, torch._ops.OpOverload)
     written = []
     for position, declared in enumerate(node.target._schema.arguments):

@@ -111,7 +111,8 @@ def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timelin
     second = _Pass(_facts(joint), plan.backward, fused, passed, (held & saved) | gradients, again | ending, scratch)
     start, end = len(forward), len(forward) + len(plan.backward) - 1
     # What the caller holds and the backward computes again is there twice.
-    returned = [life for node in held - saved if (life := _held(node, start, end)).bytes]
+    only_held = sorted(held - saved, key=joint.index.__getitem__)
+    returned = [life for node in only_held if (life := _held(node, start, end)).bytes]
     lives = [*first.lives(), *returned]
     lives += [replace(life, born=life.born + start, last=life.last + start) for life in second.lives()]
     alive = _alive([life for life in lives if life.role is not Role.SCRATCH], end + 1)

@@ -41,7 +41,7 @@ def learn_scratch(joint: JointGraph) -> dict[fx.Node, int]:
     if new:
         with torch_internals.real_tensors(), torch.random.fork_rng(enabled=True), torch.no_grad():
             _measure(new)
-    return {node: _known[signature] for node, signature in calls.items() if _known[signature]}
+    return {node: count for node, signature in calls.items() if (count := _known.get(signature, 0))}
 
 
 def _may_take_scratch(node: fx.Node) -> bool:
@@ -117,8 +117,7 @@ def _measure(calls: dict[str, fx.Node]) -> None:
                 result = node.target(*arguments, **keywords)  # type: ignore[operator]
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 # Zeros are no legal arguments of every operator.
-                logger.info("the scratch of %s is not known: %s", ops.name(node), error)
-                _known[signature] = 0
+                logger.warning("the scratch of %s is not known and counts as 0: %s", ops.name(node), error)
                 continue
             spans[signature] = (started, time.time_ns(), _owned(result))
             del result, arguments, keywords

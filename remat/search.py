@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from remat.chain import MAX_STAGES, ChainPlanner, find_stages
+from remat.errors import UnsupportedGraph
 from remat.problem import Problem
 from remat.schedule import EARLIER_STEPS, Eviction, Gap, Schedule
 
@@ -249,6 +250,8 @@ def make_frontier(problem: Problem, seeds: Sequence[tuple[tuple[int, ...], str]]
     starts = [Point(problem.peak(s), problem.recompute_cost(s), s, origin) for s, origin in seeds]
     starts += _chain_points(problem, starts)
     legal = [start for start in starts if problem.why_illegal(start.sequence) is None]
+    if not legal:
+        raise UnsupportedGraph(f"no sequence to start from: {problem.why_illegal(problem.order)}")
     frontier = Frontier()
     descend(problem, legal, frontier, problem.lower_bound_bytes())
     return frontier
@@ -258,7 +261,7 @@ def _chain_points(problem: Problem, starts: Sequence[Point]) -> list[Point]:
     """Nested schedules for a ladder of budgets, with what the starts save as options."""
     kept = [_saved(problem, start.sequence) for start in starts]
     stages = find_stages(problem)
-    memory, found = max(start.peak for start in starts), []
+    memory, found = max((start.peak for start in starts), default=problem.peak(problem.order)), []
     for share in CHAIN_SHARES:
         planner = ChainPlanner(stages, kept, int(memory * share))
         costs, last = planner.costs(), -1

@@ -17,7 +17,7 @@ from torch import fx
 
 from remat import ops
 from remat.costs import owned_bytes, tensor_bytes
-from remat.joint import JointGraph
+from remat.joint import JointGraph, written_arguments
 from remat.ops import Kind
 from remat.plan import Plan
 from remat.problem import Problem
@@ -173,6 +173,16 @@ def training_step(
             if ops.is_item(user) and user not in numbers and not ops.is_view(user):
                 numbers.update((user, numbers[n]) for n in node.users if n in numbers and n.args == user.args)
     token = writes[boundary][0]
+    # What the backward writes is read before that, and only then: each reader gives the writer an empty value.
+    before_writes = _readers_before_writes(joint, nodes)
+    ordered: dict[fx.Node, list[int]] = {}
+    for reader, writers in before_writes.items():
+        number = operators.index(reader)
+        writes[number] = (*writes[number], len(values))
+        for writer in writers:
+            ordered.setdefault(writer, []).append(len(values))
+        values.append(None)
+        size.append(0)
 
     def value_of(node: fx.Node) -> int | None:
         return numbers.get(ops.view_base(node))
@@ -184,6 +194,8 @@ def training_step(
             found = {value for value in found if value < token}
         elif node in joint.tangent_closure:
             found.add(token)
+        if node is not None:
+            found.update(ordered.get(node, ()))
         return tuple(sorted(found))
 
     runs_once = {
@@ -192,6 +204,7 @@ def training_step(
         if node is None
         or node in joint.tangent_closure
         or node in once
+        or node in before_writes
         or any(item in once for item, _ in _born(node))
     }
     returned = (*joint.forward_outputs, *joint.backward_outputs)
@@ -211,6 +224,22 @@ def training_step(
         ),
     )
     return TrainingStep(joint, rules, problem, tuple(operators), tuple(values))
+
+
+def _readers_before_writes(joint: JointGraph, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Operators that read memory which a later operator of the backward writes, with those that write it."""
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if node in joint.tangent_closure and ops.is_mutating(node):
+            for argument in written_arguments(node):
+                writers.setdefault(ops.view_base(argument), []).append(node)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes if writers else ():
+        bases = dict.fromkeys(ops.view_base(argument) for argument in node.all_input_nodes)
+        later = [w for base in bases for w in writers.get(base, ()) if joint.index[w] > joint.index[node]]
+        if later:
+            found[node] = later
+    return found
 
 
 def _is_operator(node: fx.Node) -> bool:
