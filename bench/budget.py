@@ -375,7 +375,7 @@ def measure_chain(workload: Workload, layers: int) -> dict[str, Any]:
     problem = planned.peaks.step.problem
     once = sum(problem.cost[operator] for operator in problem.before_boundary)
     point = next(point for point in planned.peaks.frontier.points if point.cost <= once)
-    plan = planned.peaks.within(point.peak)
+    plan = planned.peaks.step.plan_of(point.sequence, point.origin)
     (parameter,) = workload.model.parameters()
     return {
         "predicted_peak_bytes": planned.peaks.peak_bytes(plan),
