@@ -25,7 +25,7 @@ from remat.memory import simulate
 from remat.mincut import CutSolver
 from remat.network import build
 from remat.plan import Plan, make_plan
-from remat.rules import Rules
+from remat.rules import Rules, why_invalid
 from remat.search import Frontier, Point, make_frontier
 from remat.settings import Settings
 from remat.step import TrainingStep, training_step
@@ -137,7 +137,7 @@ class PeakPlanner:
         places = modest or [0]
         if not self.fused:
             return self._plans[places[0]]
-        return min((*(self._plans[at] for at in places), *self.seeds), key=self.peak_bytes)
+        return min((*(self._plans[at] for at in places), *self._valid_seeds), key=self.peak_bytes)
 
     def certificate(self, plan: Plan, budget_bytes: int) -> Certificate:
         """How near to the best a plan for this budget is (0: "min")."""
@@ -165,7 +165,11 @@ class PeakPlanner:
     @property
     def _candidates(self) -> list[Plan]:
         """Under Inductor: what the frontier has, by peaks op by op, and the seeds, which it may have left out."""
-        return [*self._plans, *self.seeds]
+        return [*self._plans, *self._valid_seeds]
+
+    @cached_property
+    def _valid_seeds(self) -> list[Plan]:
+        return [plan for plan in self.seeds if why_invalid(plan, self.rules) is None]
 
     def _cost(self, plan: Plan) -> int:
         return self.step.problem.recompute_cost(self.step.sequence_of(plan))
