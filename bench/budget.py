@@ -60,7 +60,7 @@ from remat.settings import Settings
 
 MODELS = (
     "vit:layers=6,dlrm,convnext,bert:layers=4,chain,mamba,unet,t5,rnn,resnet50,"
-    "llama:layers=12,gpt2:layers=12,mlp:layers=100:kaiming=true"
+    "llama:layers=12,gpt2:layers=12,mlp:layers=40,mlp:layers=100:kaiming=true"
 )
 PARTS = ("peaks", "monotone", "chains")
 DEFAULT, MIN = "remat", "remat-min"
@@ -398,9 +398,7 @@ def _built(model: str) -> Workload:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    def listed(text: str) -> list[str]:
-        return [part.strip() for part in text.split(",") if part.strip()]
-
+    listed = results.listed
     parser = argparse.ArgumentParser(prog="python -m bench.budget", description=__doc__.split("\n", 1)[0])
     parser.add_argument(
         "--models",

@@ -186,9 +186,7 @@ def _table(rows: list[results.Row]) -> Table:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    def listed(text: str) -> list[str]:
-        return [part.strip() for part in text.split(",") if part.strip()]
-
+    listed = results.listed
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__.split("\n", 1)[0])
     parser.add_argument(
         "--models",

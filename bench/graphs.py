@@ -189,7 +189,7 @@ def _table(rows: list[results.Row], share: float) -> Table:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.graphs", description=__doc__.split("\n", 1)[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="holds the graphs, a *.json each")
-    parser.add_argument("--graphs", type=lambda text: text.split(","), help="only these, comma-separated")
+    parser.add_argument("--graphs", type=results.listed, help="only these, comma-separated")
     parser.add_argument("--budget", type=float, default=PUBLISHED_BUDGET, help="share of the baseline's peak")
     parser.add_argument("--effort", type=int, default=2, help="rounds of the planner")
     parser.add_argument("--json", type=Path, default=results.RESULTS / "graphs.json")

@@ -58,6 +58,11 @@ class Row:
         return row_key(self.model, self.variant, self.options)
 
 
+def listed(text: str) -> list[str]:
+    """The parts of a comma-separated argument."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def row_key(model: str, variant: str, options: dict[str, Any]) -> tuple[str, str, str]:
     """See `Row.key`."""
     return model, variant, json.dumps(options, sort_keys=True)

@@ -22,7 +22,6 @@ from remat.ops import Kind
 
 logger = logging.getLogger("remat")
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 # Matrix products write into their result alone (test_memory compares every step with the allocator's count).
 _WITHOUT_SCRATCH: Final = frozenset(

@@ -87,9 +87,7 @@ class Repair:
     def __init__(self, schedule: Schedule, budget: int) -> None:
         self.schedule, self.budget = schedule, budget
         # Of unknown price yet: what it would cost to run everything again to be rid of all the excess.
-        excess = int(np.maximum(schedule.alive - budget, 0).sum())
-        self.rate = schedule.problem.baseline_cost / max(excess, 1)
-        self.moves = 0
+        self.rate = schedule.problem.baseline_cost / max(_excess(schedule, budget), 1)
 
     def run(self) -> bool:
         """Whether the schedule fits now."""
@@ -119,7 +117,6 @@ class Repair:
         if best is None:
             return False
         self.schedule = best
-        self.moves += 1
         return True
 
     def _relocations(self, at: int) -> list[tuple[int, int]]:
@@ -160,7 +157,6 @@ class Repair:
             move = schedule.evaluate_hoist(gap, *span, self.budget) if span else None
             if move is not None:
                 schedule.hoist(move)  # it costs nothing
-                self.moves += 1
                 return True
         return False
 
@@ -183,14 +179,17 @@ class Repair:
             if cost < math.inf:
                 heap.append((-most[-1] / (cost + 1), number, None, -1))
         heapq.heapify(heap)
-        moves, excess = 0, [_excess(schedule, self.budget)]
+        excess = [_excess(schedule, self.budget)]  # after each eviction: as many as there have been, and one
+
+        def evict(found: Eviction) -> None:
+            schedule.evict(found)
+            self.rate = max(found.cost, 1) / found.relief
+            excess.append(_excess(schedule, self.budget))
+
         while heap and schedule.alive[schedule.position[event]] > self.budget:
             ratio, number, found, known_at = heapq.heappop(heap)
-            if found is not None and known_at == moves:
-                schedule.evict(found)
-                self.rate = max(found.cost, 1) / found.relief
-                moves += 1
-                excess.append(_excess(schedule, self.budget))
+            if found is not None and known_at == len(excess) - 1:
+                evict(found)
                 continue
             span = schedule.span(gaps[number])
             if span is None or not span[0] <= schedule.position[event] <= span[1]:
@@ -204,15 +203,11 @@ class Repair:
                 now = result.relief / (result.cost + 1)
                 shrunk = excess[-1] / excess[max(heap[0][3], 0)] if heap and len(schedule.order) > EXACT_STEPS else 1.0
                 if heap and now < -heap[0][0] * shrunk:
-                    heapq.heappush(heap, (-now, number, result, moves))
-                    continue
-                schedule.evict(result)
-                self.rate = max(result.cost, 1) / result.relief
-                moves += 1
-                excess.append(_excess(schedule, self.budget))
+                    heapq.heappush(heap, (-now, number, result, len(excess) - 1))
+                else:
+                    evict(result)
             elif result:
                 heapq.heappush(heap, (max(-result, ratio / 2), number, None, -1))
-        self.moves += moves
         return bool(schedule.alive[schedule.position[event]] <= self.budget)
 
 

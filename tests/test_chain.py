@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 from remat.chain import ChainPlanner, find_stages
 from remat.search import make_frontier
 from tests.oracle import chain_problem, random_problem
-
-
-def revolve(layers: int, states: int) -> int:
-    """Forward steps to reverse a chain with room for so many states (Griewank & Walther 2000, section 2)."""
-    rounds = next(rounds for rounds in range(layers + 1) if math.comb(states + rounds, states) >= layers)
-    return rounds * layers - math.comb(states + rounds, states + 1)
+from tests.test_oracle import revolve
 
 
 @pytest.mark.parametrize("layers", range(2, 65))
