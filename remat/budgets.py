@@ -33,9 +33,6 @@ from remat.step import TrainingStep, training_step
 # Vertices of the convex frontier of recomputation against saved bytes that the search starts from: of more, those that
 # leave the widest gaps. A 12-layer GPT-2 has 20 (39 cuts, 0.35 s).
 SEED_VERTICES: Final = 16
-# Kept free of a budget where there is a plan for less: a Python number becomes a tensor while an operator runs. At the
-# peak of ViT and BERT that made 12 bytes.
-NUMBERS_BYTES: Final = 64
 # "min" does not go on where the last percents of memory cost whole forwards: the smallest peak found whose
 # recomputation is at most this many forwards, in FLOPs. Below it a chain of 40 linear layers pays 0.6 forwards for 4%
 # of its peak; a budget in bytes may ask for that.
@@ -124,11 +121,10 @@ class PeakPlanner:
         if self.fused:
             fitting = [plan for plan in self._candidates if self.peak_bytes(plan) <= budget_bytes]
             return min(fitting, key=self._cost) if fitting else self._unreachable(budget_bytes)
-        for allowed in (budget_bytes - NUMBERS_BYTES, budget_bytes):
-            for at in range(len(self.frontier.points) - 1, -1, -1):
-                # The plan itself has the last word: where sizes are symbolic, what they are read from lives longer.
-                if self.frontier.points[at].peak <= allowed and self.peak_bytes(self._plans[at]) <= allowed:
-                    return self._plans[at]
+        for at in range(len(self.frontier.points) - 1, -1, -1):
+            # The plan itself has the last word: where sizes are symbolic, what they are read from lives longer.
+            if self.frontier.points[at].peak <= budget_bytes and self.peak_bytes(self._plans[at]) <= budget_bytes:
+                return self._plans[at]
         return self._unreachable(budget_bytes)
 
     def smallest(self) -> Plan:

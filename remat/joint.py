@@ -77,6 +77,11 @@ class JointGraph:
         """Gradients that come in from outside."""
         return tuple(node for node in self.nodes if torch_internals.is_tangent(node))
 
+    @property
+    def held_tangents(self) -> tuple[Node, ...]:
+        """Incoming gradients of scalars: a loss, whose gradient `torch.autograd.backward` holds till it returns."""
+        return tuple(node for node in self.tangents if node.users and node.meta["val"].ndim == 0)
+
     @cached_property
     def tangent_closure(self) -> frozenset[Node]:
         """Nodes that can only run in the backward: they depend on a tangent, or must run there."""

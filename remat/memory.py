@@ -3,7 +3,8 @@
 Views own nothing. Inputs, parameters and constants cost nothing: they were there before. All results of an
 operator are born with it. Forward outputs live to the end of the step, since the caller holds them; saved values
 to their last use in the backward; gradients to its end, since AOTAutograd returns them together; incoming
-gradients from the start of the backward to their last use. What runs again makes new memory, which later readers take.
+gradients from the start of the backward to their last use, a loss' to its end. What runs again makes new memory, which
+later readers take.
 
 Fused (Inductor), a pointwise value whose readers can all compute it in their own kernels is never written: it
 takes no memory, and what it is computed from lives until those readers have run.
@@ -103,12 +104,13 @@ def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timelin
     saved = {ops.view_base(node) for node in plan.saved}
     gradients = {ops.view_base(node) for node in joint.backward_outputs}
     tangents = {node for node in joint.tangents if node.users}
+    to_the_end = (held & saved) | gradients | set(joint.held_tangents)
     passed = sorted(saved | tangents, key=joint.index.__getitem__)
     lasting = dict.fromkeys(saved, Role.SAVED) | dict.fromkeys(held, Role.OUTPUT)
     again = dict.fromkeys((n for n in plan.backward if n not in joint.tangent_closure), Role.RECOMPUTED)
     ending = dict.fromkeys(gradients, Role.GRADIENT)
     first = _Pass(_facts(joint), forward, fused, (), held | saved, lasting | ending, scratch)
-    second = _Pass(_facts(joint), plan.backward, fused, passed, (held & saved) | gradients, again | ending, scratch)
+    second = _Pass(_facts(joint), plan.backward, fused, passed, to_the_end, again | ending, scratch)
     start, end = len(forward), len(forward) + len(plan.backward) - 1
     # What the caller holds and the backward computes again is there twice.
     only_held = sorted(held - saved, key=joint.index.__getitem__)

@@ -2,8 +2,9 @@
 
 Op by op, oneDNN's convolutions copy arguments and results into layouts of their own (on a 3x3 convolution of 4 MiB
 images: 4.1 MiB forward, 8 MiB backward), attention kernels take room for blocks, torch's prims run as several operators
-(14 MiB where the result of a max pool has 1). No formula of ours would hold from one release or machine to the next, so
-each distinct call is run on zeros of the same shapes and strides, under torch's profiler, which reports allocations.
+(14 MiB where the result of a max pool has 1), a Python number becomes a tensor (12 bytes). No formula of ours would
+hold from one release or machine to the next, so each distinct call is run on zeros of the same shapes and strides,
+under torch's profiler, which reports allocations.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def _may_take_scratch(node: fx.Node) -> bool:
         return False  # at the nominal size the arguments could be larger than the machine
     if target.namespace == "prims":
         return not ops.is_item(node)
-    if ops.kind(node) is Kind.POINTWISE and _mixes_dtypes(node):
-        return True  # a mask times a float: the CPU kernel converts the mask first
+    if ops.kind(node) is Kind.POINTWISE:
+        # A mask times a float: the CPU kernel converts the mask first.
+        return _mixes_dtypes(node) or any(isinstance(argument, int | float) for argument in node.args)
     if ops.kind(node) not in (Kind.CONTRACTION, Kind.EXTERN) or ops.is_mutating(node):
         return False
     return target.namespace == "aten" and target.overloadpacket not in _WITHOUT_SCRATCH

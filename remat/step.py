@@ -207,7 +207,7 @@ def training_step(
         or node in before_writes
         or any(item in once for item, _ in _born(node))
     }
-    returned = (*joint.forward_outputs, *joint.backward_outputs)
+    returned = (*joint.forward_outputs, *joint.backward_outputs, *joint.held_tangents)
     held = {value for node in returned if (value := value_of(node)) is not None}
     problem = Problem(
         reads=tuple(map(read, operators)),
