@@ -54,7 +54,10 @@ def planned_since(count: int) -> list[remat.PlanSummary]:
 
 
 def assert_gradients(name: str, options: dict[str, Any]) -> None:
-    """Each parameter's gradient is near to float64: max(1e-5, twice eager's own error), under Inductor three times."""
+    """Each parameter's gradient is as near to float64 as 1e-5, twice eager's own error, or what Inductor alone does.
+
+    Inductor alone is 2.2 times as far as eager on one gradient of ResNet (a batch norm's bias, 1.3e-5).
+    """
     torch.manual_seed(0)
     workload = build(name, **SMALL[name])
     model, args = workload.model, workload.args
@@ -63,15 +66,18 @@ def assert_gradients(name: str, options: dict[str, Any]) -> None:
     state = copy.deepcopy(model.state_dict())
     eager = gradients(model, args, parameters)
     model.load_state_dict(state)
+    others = [eager]
+    if options.get("inner") != "eager":
+        others.append(gradients(torch.compile(model, fullgraph=True), args, parameters))
+        model.load_state_dict(state)
     before = len(remat.summaries())
     compiled = torch.compile(model, backend="remat", fullgraph=True, options={"strict": True, **options})
     mine = gradients(compiled, args, parameters)
     planned_since(before)
-    for (label, _), a, e, x in zip(model.named_parameters(), mine, eager, exact, strict=True):
-        scale = float(max(x.norm(), 1e-9 * max(g.norm() for g in exact)))
-        # Inductor sums in another order in each of the graphs: 2.2 times eager's own error was seen (ResNet, min).
-        allowed = max(1e-5, (2 if options.get("inner") == "eager" else 3) * float((e - x).norm()) / scale)
-        assert float((a - x).norm()) / scale <= allowed, label
+    for at, (label, _) in enumerate(model.named_parameters()):
+        scale = float(max(exact[at].norm(), 1e-9 * max(g.norm() for g in exact)))
+        error, *known = (float((found[at] - exact[at]).norm()) / scale for found in (mine, *others))
+        assert error <= max(1e-5, 2 * known[0], *known[1:]), label
 
 
 @pytest.mark.filterwarnings("ignore:budget=0.5 allows")  # half the peak is out of reach for models this small
