@@ -99,21 +99,24 @@ class Problem:
 
     def lives(self, sequence: Sequence[int]) -> list[tuple[int, int, int]]:
         """Every version in a sequence: (value, step that makes it, last step it is alive in)."""
-        newest: dict[int, list[int]] = {}
-        versions: list[list[int]] = []
-        forever: list[list[int]] = []
+        newest: dict[int, int] = {}  # by value: its place in the three lists
+        values: list[int] = []
+        born: list[int] = []
+        last: list[int] = []
+        forever: list[int] = []
         for step, operator in enumerate(sequence):
             for value in self.reads[operator]:
-                newest[value][2] = step
+                last[newest[value]] = step
             for value in self.writes[operator]:
-                version = [value, step, step]
                 if value in self.held and value not in newest:
-                    forever.append(version)
-                newest[value] = version
-                versions.append(version)
+                    forever.append(len(last))
+                newest[value] = len(last)
+                values.append(value)
+                born.append(step)
+                last.append(step)
         for version in forever:
-            version[2] = len(sequence) - 1
-        return [(value, born, last) for value, born, last in versions]
+            last[version] = len(sequence) - 1
+        return list(zip(values, born, last, strict=True))
 
     def profile(self, sequence: Sequence[int]) -> list[int]:
         """Bytes alive during each step."""

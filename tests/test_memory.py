@@ -25,7 +25,6 @@ from remat.settings import Settings
 from tests import checks, graphs
 
 
-
 @pytest.fixture(autouse=True)
 def no_collection() -> Iterator[None]:
     """What the garbage collector would free in the midst of a measurement belongs to no step."""
@@ -85,7 +84,7 @@ def measure(partition: Partition, joint: JointGraph) -> Measured:
         saved_bytes = sum(size for address, size in checks.owned(saved).items() if address not in free)
         tensors = len(saved) - partition.num_sizes
         arguments = [*saved[tensors:], *saved[:tensors], *(tangent.clone() for tangent in tangents)]
-        scalars = [argument for argument in arguments[len(saved) :] if argument.ndim == 0]  # as Tensor.backward holds it
+        scalars = [argument for argument in arguments[len(saved) :] if argument.ndim == 0]  # as backward() does
         del saved
         steps = len(alive)
         gradients = backward(arguments)
