@@ -14,16 +14,20 @@ from remat.settings import Settings
 
 
 def copy_graph(joint: JointGraph, settings: Settings) -> JointGraph:
-    """Copy the graph, not its tensors, so that the fallback finds the original untouched.
+    """Copy the graph, not its tensors, so that the fallback finds the original untouched."""
+    return replace(joint, module=copy_module(joint.module))
+
+
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A module over a copy of its graph, tensors shared.
 
     Deep-copying the module fails where constants were lifted (T5, Whisper); its graph can always be copied.
     """
-    old = joint.module.graph
     graph = fx.Graph()
-    results = graph.graph_copy(old, {})
+    results = graph.graph_copy(module.graph, {})
     output = graph.output(results)
-    output.meta = dict(old.output_node().meta)
-    return replace(joint, module=torch_internals.make_module(joint.module, graph))
+    output.meta = dict(module.graph.output_node().meta)
+    return torch_internals.make_module(module, graph)
 
 
 def dead_code(joint: JointGraph, settings: Settings) -> JointGraph:

@@ -8,7 +8,7 @@ graphs run op by op, so that `inner` does not change the plan it is meant to deb
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -75,10 +75,10 @@ def saved_bytes(node: fx.Node) -> int:
     return 0 if ops.kind(base) in (Kind.INPUT, Kind.CONSTANT, Kind.SYMBOLIC) else tensor_bytes(base.meta.get("val"))
 
 
-def _cpu_flash_flops(query: Any, key: Any, *_: Any, **__: Any) -> int:
+def _cpu_flash_flops(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
     # torch's counter gives the CPU flash operator 0: two products of n x m x d, 2 FLOPs each.
-    batch, heads, rows, depth = query
-    return 4 * batch * heads * rows * key[2] * depth
+    batch, heads, rows, depth = query.shape
+    return 4 * batch * heads * rows * key.shape[2] * depth
 
 
 _EXTRA_FLOPS: Final[dict[Any, Callable[..., int]]] = {
@@ -92,21 +92,23 @@ _EXTRA_FLOPS: Final[dict[Any, Callable[..., int]]] = {
 def flops(node: fx.Node) -> int:
     """FLOPs of one node by torch's counter, plus the CPU attention that it does not know; 0 for the rest."""
     packet = getattr(node.target, "overloadpacket", None)
-    shape = torch.utils._pytree.tree_map(_sizes, (node.args, node.kwargs))
+    if packet not in _EXTRA_FLOPS and packet not in flop_registry:
+        return 0
+    arguments, keywords = torch.utils._pytree.tree_map(_hinted, (node.args, node.kwargs))
+    return call_flops(packet, arguments, keywords, _hinted(node))
+
+
+def call_flops(packet: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
+    """FLOPs of calling an operator (`aten.mm`) with tensors of concrete sizes, to this result."""
     if packet in _EXTRA_FLOPS:
-        return _EXTRA_FLOPS[packet](*shape[0], **shape[1])
+        return _EXTRA_FLOPS[packet](*arguments, **keywords)
     if packet not in flop_registry:
         return 0
-    values = torch.utils._pytree.tree_map(_hinted, (node.args, node.kwargs))
-    return int(flop_registry[packet](*values[0], **values[1], out_val=_hinted(node)))
+    return int(flop_registry[packet](*arguments, **keywords, out_val=result))
 
 
-def _sizes(value: Any) -> Any:
-    if isinstance(value, fx.Node):
-        tensor = value.meta.get("val")
-        if isinstance(tensor, torch.Tensor):
-            return [torch_internals.nominal_size(size, NOMINAL_SIZE) for size in tensor.shape]
-    return value
+def _sizes(node: fx.Node) -> list[int]:
+    return [torch_internals.nominal_size(size, NOMINAL_SIZE) for size in node.meta["val"].shape]
 
 
 def _hinted(value: Any) -> Any:

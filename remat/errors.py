@@ -29,5 +29,9 @@ class BudgetUnreachable(RematError):
     """No plan is as small as the budget asks (an error under `strict` only; else a warning)."""
 
 
+class DryRunFailed(RematError):
+    """A graph could not be lowered for a device that is not here; the message holds the other process's error."""
+
+
 class RematWarning(UserWarning):
     """Category of every warning that remat issues."""

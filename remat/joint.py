@@ -77,6 +77,14 @@ class JointGraph:
         """Gradients that come in from outside."""
         return tuple(node for node in self.nodes if torch_internals.is_tangent(node))
 
+    @cached_property
+    def device(self) -> torch.device:
+        """Where it runs: the device of the first accelerator tensor, else the CPU."""
+        values = (node.meta.get("val") for node in self.nodes)
+        devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+        accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+        return (accelerators or devices or [torch.device("cpu")])[0]
+
     @property
     def held_tangents(self) -> tuple[Node, ...]:
         """Incoming gradients of scalars: a loss, whose gradient `torch.autograd.backward` holds till it returns."""

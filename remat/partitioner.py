@@ -17,7 +17,7 @@ from torch import fx
 from remat import network as flow
 from remat import passes, session, torch_internals
 from remat.costs import Costs
-from remat.devices import Device, figures
+from remat.devices import figures
 from remat.joint import JointGraph
 from remat.passes.normalize import copy_graph
 from remat.passes.partition import Partition
@@ -66,7 +66,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _decide(joint: JointGraph, settings: Settings, graph: str, started: float) -> Decision:
-    costs = Costs(joint, _device(joint), settings)
+    costs = Costs(joint, figures(joint.device), settings)
     rules = make_rules(joint, settings)
     planner = Planner(joint, costs, rules, settings)
     chosen, reference = planner.choose()
@@ -75,12 +75,13 @@ def _decide(joint: JointGraph, settings: Settings, graph: str, started: float) -
     return Decision(joint, chosen, planner, partition, summary)
 
 
-def _device(joint: JointGraph) -> Device:
-    """The device of the graph: that of the first accelerator tensor, else the CPU."""
-    values = (node.meta.get("val") for node in joint.nodes)
-    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
-    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
-    return figures((accelerators or devices or [torch.device("cpu")])[0])
+def torchs_halves(
+    joint: JointGraph, joint_inputs: Any, keywords: dict[str, Any], settings: Settings
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """PyTorch's own forward and backward at the budget of the settings, a fraction of saved bytes (`min`: 0)."""
+    fraction = 0.0 if settings.budget == "min" else float(settings.budget or 1.0)
+    copy = copy_graph(joint, settings).module
+    return torch_internals.partition_with_torch(copy, joint_inputs, keywords, fraction)
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,10 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         self, joint: JointGraph, joint_inputs: Any, keywords: dict[str, Any], graph: str
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """PyTorch's partition at its own budget, as it is: what remat is measured against. Nothing verifies it."""
-        fraction = 0.0 if self.settings.budget == "min" else float(self.settings.budget or 1.0)
-        copy = copy_graph(joint, self.settings).module
         started = time.thread_time()
-        halves = torch_internals.partition_with_torch(copy, joint_inputs, keywords, fraction)
+        halves = torchs_halves(joint, joint_inputs, keywords, self.settings)
         seconds = time.thread_time() - started
-        costs = Costs(joint, _device(joint), self.settings)
+        costs = Costs(joint, figures(joint.device), self.settings)
         session.record(summarize_halves(graph, joint, costs, halves, seconds))
         return halves
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -31,17 +33,35 @@ _WITHOUT_SCRATCH: Final = frozenset(
 _known: dict[str, int] = {}
 
 
+@dataclass(frozen=True)
+class Call:
+    """An operator with what it was called with: tensors (fake or meta), numbers, or FX nodes that stand for them."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+
 def learn_scratch(joint: JointGraph) -> dict[fx.Node, int]:
     """The bytes that each operator's kernel takes beside its results, above zero; nodes not in it take none."""
-    calls = {node: _signature(node) for node in joint.nodes if _may_take_scratch(node)}
-    new: dict[str, fx.Node] = {}
-    for node, signature in calls.items():
-        if signature not in _known:
-            new.setdefault(signature, node)
+    nodes = [node for node in joint.nodes if _may_take_scratch(node)]
+    counts = scratch_of([Call(node.target, node.args, node.kwargs) for node in nodes])
+    return {node: count for node, count in zip(nodes, counts, strict=True) if count}
+
+
+def scratch_of(calls: Sequence[Call]) -> list[int]:
+    """The bytes that each call takes beside its results; what is not known yet is run once, on zeros."""
+    signatures = [_signature(call) for call in calls]
+    new = {signature: call for signature, call in zip(signatures, calls, strict=True) if signature not in _known}
     if new:
         with torch_internals.real_tensors(), torch.random.fork_rng(enabled=True), torch.no_grad():
             _measure(new)
-    return {node: count for node, signature in calls.items() if (count := _known.get(signature, 0))}
+    return [_known.get(signature, 0) for signature in signatures]
+
+
+def is_without_scratch(operator: Any) -> bool:
+    """Whether an operator is known to write into its result alone."""
+    return getattr(operator, "overloadpacket", operator) in _WITHOUT_SCRATCH
 
 
 def _may_take_scratch(node: fx.Node) -> bool:
@@ -57,7 +77,7 @@ def _may_take_scratch(node: fx.Node) -> bool:
         return _mixes_dtypes(node) or any(isinstance(argument, int | float) for argument in node.args)
     if ops.kind(node) not in (Kind.CONTRACTION, Kind.EXTERN) or ops.is_mutating(node):
         return False
-    return target.namespace == "aten" and target.overloadpacket not in _WITHOUT_SCRATCH
+    return target.namespace == "aten" and not is_without_scratch(target)
 
 
 def _is_symbolic(node: fx.Node) -> bool:
@@ -70,18 +90,21 @@ def _mixes_dtypes(node: fx.Node) -> bool:
     return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) > 1
 
 
-def _signature(node: fx.Node) -> str:
-    arguments = torch.utils._pytree.tree_map(_shaped, (node.args, node.kwargs))
+def _signature(call: Call) -> str:
+    arguments = torch.utils._pytree.tree_map(_shaped, (call.arguments, dict(call.keywords)))
     threads = torch.get_num_threads()
-    return f"{node.target} {arguments!r} {threads}"
+    return f"{call.operator} {arguments!r} {threads}"
 
 
 def _shaped(value: Any) -> Any:
-    return _Shape(value.meta.get("val")) if isinstance(value, fx.Node) else value
+    if isinstance(value, fx.Node):
+        return _Shape(value.meta.get("val"))
+    return _Shape(value) if isinstance(value, torch.Tensor) else value
 
 
 def _made(value: Any) -> Any:
-    return _Shape(value.meta.get("val")).make() if isinstance(value, fx.Node) else value
+    shaped = _shaped(value)
+    return shaped.make() if isinstance(shaped, _Shape) else shaped
 
 
 class _Shape:
@@ -92,14 +115,20 @@ class _Shape:
 
     def __repr__(self) -> str:
         if isinstance(self.value, torch.Tensor):
-            return f"{self.value.dtype} {self.value.device} {_sizes(self.value.shape)} {_sizes(self.value.stride())}"
+            return f"{self.value.dtype} {self._device} {_sizes(self.value.shape)} {_sizes(self.value.stride())}"
         return repr(_sizes([self.value])[0])
+
+    @property
+    def _device(self) -> torch.device:
+        """Where it is; a meta tensor stands for one on the CPU."""
+        device: torch.device = self.value.device
+        return torch.device("cpu") if device.type == "meta" else device
 
     def make(self) -> Any:
         if not isinstance(self.value, torch.Tensor):
             return _sizes([self.value])[0]
         shape, strides = _sizes(self.value.shape), _sizes(self.value.stride())
-        return torch.empty_strided(shape, strides, dtype=self.value.dtype, device=self.value.device).zero_()
+        return torch.empty_strided(shape, strides, dtype=self.value.dtype, device=self._device).zero_()
 
 
 def _sizes(values: Any) -> list[Any]:
@@ -107,20 +136,21 @@ def _sizes(values: Any) -> list[Any]:
     return [torch_internals.nominal_size(v, NOMINAL_SIZE) if isinstance(v, symbolic) else v for v in values]
 
 
-def _measure(calls: dict[str, fx.Node]) -> None:
+def _measure(calls: Mapping[str, Call]) -> None:
     """Run one call of each kind and note its scratch."""
     spans: dict[str, tuple[int, int, int]] = {}
     with torch_internals.quiet_profiler() as profiler:
-        for signature, node in calls.items():
-            arguments, keywords = torch.utils._pytree.tree_map(_made, (node.args, node.kwargs))
+        for signature, call in calls.items():
+            arguments, keywords = torch.utils._pytree.tree_map(_made, (call.arguments, dict(call.keywords)))
             started = time.time_ns()
             try:
-                result = node.target(*arguments, **keywords)  # type: ignore[operator]
+                result = call.operator(*arguments, **keywords)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 # Zeros are no legal arguments of every operator.
-                logger.warning("the scratch of %s is not known and counts as 0: %s", ops.name(node), error)
+                logger.warning("the scratch of %s is not known and counts as 0: %s", call.operator, error)
                 continue
-            spans[signature] = (started, time.time_ns(), _owned(result))
+            writes = isinstance(call.operator, torch._ops.OpOverload) and call.operator._schema.is_mutable
+            spans[signature] = (started, time.time_ns(), 0 if writes else _owned(result))
             del result, arguments, keywords
     events = torch_internals.memory_events(profiler)
     for signature, (started, ended, owned) in spans.items():

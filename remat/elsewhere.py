@@ -1,0 +1,123 @@
+"""Dry runs for a GPU that is not here, in a process of their own that pretends to have it.
+
+The joint graph is traced on the CPU, sent over, retargeted, planned with that GPU's figures, lowered to Triton, and its
+host code run. Nothing that pretending changes (torch's device interface, Triton's driver) reaches this process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat import devices, torch_internals_lowering
+from remat.dryrun import DryRun, dry_run
+from remat.errors import DryRunFailed
+from remat.joint import JointGraph
+from remat.partitioner import decide, torchs_halves
+from remat.passes.partition import Partition
+from remat.passes.retarget import retarget
+from remat.report import PlanSummary
+from remat.settings import Settings
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One plan for a device: what it would take there, and the plan's summary (None for PyTorch's own partition)."""
+
+    dry_run: DryRun
+    summary: PlanSummary | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the other process is asked: a packed joint graph, the GPU's name, and the plans to try.
+
+    plans: settings of each; under `partitioner=torch` PyTorch's own partition, at its budget. patches: Inductor's
+    settings to lower under.
+    """
+
+    graph: bytes
+    num_fwd_outputs: int
+    static_indices: tuple[int, ...]
+    target: str
+    plans: tuple[Settings, ...]
+    patches: Mapping[str, Any]
+
+
+def dry_runs(
+    joint: JointGraph, target: str, plans: Sequence[Settings], patches: Mapping[str, Any] | None = None
+) -> list[Answer]:
+    """Plan and dry-run a joint graph traced on the CPU for a GPU (`H200`), once for each settings.
+
+    Raises ValueError for a GPU that is not known, and DryRunFailed with what the other process said.
+    """
+    devices.named(target)
+    if importlib.util.find_spec("triton") is None:
+        raise DryRunFailed(f"target={target}: lowering for a GPU needs the package triton (pip install remat[triton])")
+    packed = torch_internals_lowering.pack_graph(joint.module)
+    request = Request(packed, joint.num_fwd_outputs, joint.static_indices, target, tuple(plans), dict(patches or {}))
+    command = [sys.executable, "-m", "remat.elsewhere"]
+    done = subprocess.run(command, input=pickle.dumps(request), capture_output=True)
+    if done.returncode:
+        raise DryRunFailed(f"target={target}: {done.stderr.decode(errors='replace').strip()[-2000:]}")
+    answers: list[Answer] = pickle.loads(done.stdout)
+    return answers
+
+
+def pretended(joint: JointGraph, target: str) -> JointGraph:
+    """From now on this process has this GPU; returns the joint graph as it is there. Not for a user's process."""
+    from remat import torch_internals_gpu
+
+    gpu = devices.named(target)
+    assert gpu.processor is not None
+    torch_internals_gpu.pretend(f"NVIDIA {gpu.name}", gpu.processor)
+    devices.take_cuda_for(gpu)
+    return retarget(joint, torch.device("cuda:0"))
+
+
+def partition_for(joint: JointGraph, settings: Settings) -> tuple[JointGraph, Partition, PlanSummary | None]:
+    """The partition that settings ask for, with the graph that it is of; PyTorch's own under `partitioner=torch`."""
+    if settings.partitioner != "torch":
+        decision = decide(joint, settings)
+        return decision.joint, decision.partition, decision.summary
+    keywords = {"num_fwd_outputs": joint.num_fwd_outputs, "static_lifetime_input_indices": list(joint.static_indices)}
+    inputs = [node.meta["val"] for node in joint.nodes if node.op == "placeholder"]
+    forward, backward = torchs_halves(joint, inputs, keywords, settings)
+    values = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
+    sizes = sum(isinstance(value, torch.SymInt) for value in values)
+    return joint, Partition(forward, backward, sizes), None
+
+
+def _answered(request: Request) -> list[Answer]:
+    module = torch_internals_lowering.unpack_graph(request.graph)
+    joint = pretended(JointGraph(module, request.num_fwd_outputs, request.static_indices), request.target)
+    found = []
+    for settings in request.plans:
+        planned, partition, summary = partition_for(joint, settings)
+        found.append(Answer(dry_run(partition, planned, request.patches), summary))
+    return found
+
+
+def main() -> None:
+    """Answer the request on standard input; what anything prints goes to standard error."""
+    warnings.simplefilter("ignore")
+    answers_to = os.dup(1)
+    os.dup2(2, 1)
+    answers = _answered(pickle.load(sys.stdin.buffer))
+    with os.fdopen(answers_to, "wb") as stream:
+        pickle.dump(answers, stream)
+
+
+if __name__ == "__main__":
+    from remat.elsewhere import main as run  # pickled classes must not be those of __main__
+
+    run()
