@@ -200,10 +200,32 @@ class Costs:
         return self.materialized_in_backward(node)
 
     def materialized_in_backward(self, node: fx.Node) -> bool:
-        """Whether a recomputed value must be written out because a backward operator cannot fuse with it."""
-        return any(
-            user in self.joint.tangent_closure and not ops.is_fusible(node, user) for user in self.readers(node)
-        )
+        """Whether a recomputed value must be written out, since no one kernel holds all that the backward does with it.
+
+        An operator that cannot fuse with it reads it; or it joins values, and reductions over different axes read it,
+        each of which would have to read what it joins: the input of a layer norm is read by the gradients of the input
+        (over a row) and of the weight (over a column).
+        """
+        readers = self.readers(node)
+        if any(user in self.joint.tangent_closure and not ops.is_fusible(node, user) for user in readers):
+            return True
+        size = tensor_bytes(node.meta.get("val"))
+        joined = [a for a in node.all_input_nodes if tensor_bytes(a.meta.get("val")) >= size]
+        return len(joined) > 1 and len(self._axes_reduced(readers)) > 1
+
+    def _axes_reduced(self, readers: list[fx.Node]) -> set[str]:
+        """The axes of the backward's reductions that these operators feed within their kernels."""
+        found: set[str] = set()
+        pending, seen = list(readers), set(readers)
+        while pending:
+            node = pending.pop()
+            if ops.kind(node) is Kind.REDUCTION and node in self.joint.tangent_closure:
+                found.add(repr(node.args[1:2]))
+            elif ops.kind(node) is Kind.POINTWISE:
+                new = [user for user in self.readers(node) if user not in seen]
+                seen.update(new)
+                pending += new
+        return found
 
     def written_in_forward(self, node: fx.Node) -> bool:
         """Whether the forward writes this value to memory even if nobody saves it."""

@@ -66,6 +66,7 @@ def pretend(name: str, processor: Processor) -> None:
     if not torch.cuda._is_compiled():
         _give_cuda_a_guard()
     _answer_for(properties)
+    _convolve_as_cudnn()
     _target_triton(processor.architecture)
     for answered in vars(_triton).values():
         if hasattr(answered, "cache_clear"):
@@ -108,6 +109,26 @@ def _answer_for(properties: _Properties) -> None:
     cuda.get_device_capability = lambda device=None: (properties.major, properties.minor)
     cuda.current_device = answers["current_device"]
     cuda.get_device_name = lambda device=None: properties.name
+
+
+def _convolve_as_cudnn() -> None:
+    """Let fake convolutions lay out their results as cuDNN does: channels last if an argument is.
+
+    A CPU build would choose its slow kernels, whose results are contiguous and would be copied.
+    """
+    binding: Any = torch._C
+    choose, format_of = binding._select_conv_backend, binding._conv_determine_backend_memory_format
+
+    def select(input: Any, *arguments: Any, **keywords: Any) -> Any:
+        return binding._ConvBackend.Cudnn if input.device.type == "cuda" else choose(input, *arguments, **keywords)
+
+    def memory_format(input: Any, weight: Any, backend: Any) -> torch.memory_format:
+        if backend != binding._ConvBackend.Cudnn:
+            return format_of(input, weight, backend)
+        found = [torch._prims_common.suggest_memory_format(tensor) for tensor in (input, weight)]
+        return next((one for one in found if one != torch.contiguous_format), torch.contiguous_format)
+
+    binding._select_conv_backend, binding._conv_determine_backend_memory_format = select, memory_format
 
 
 def _target_triton(architecture: int) -> None:
