@@ -79,7 +79,8 @@ def _inner_compiler(
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
         if resolved.inner == "eager":
             return compile_op_by_op(module)
-        return inner(module, example_inputs, **keywords)
+        with torch_internals.random_numbers_by_element():
+            return inner(module, example_inputs, **keywords)
 
     if check is None:
         return compile_graph

@@ -152,11 +152,7 @@ def dry_run(partition: Partition, joint: JointGraph, patches: Mapping[str, Any] 
     patches: settings of Inductor to lower under. The partition's graphs are left as they were.
     """
     device = joint.device
-    forward = lower(copy_module(partition.forward), False, joint.num_fwd_outputs, (), patches or {})
-    donated = donated_inputs(partition.forward, partition.backward, joint.num_fwd_outputs, partition.num_sizes)
-    backward_graph = copy_module(partition.backward)
-    _take_strides(backward_graph, forward, partition, joint)
-    backward = lower(backward_graph, True, len(joint.backward_outputs), donated, patches or {})
+    forward, backward = lower_both(partition, joint, patches)
     host = HostRun(device, CUDA_BLOCK_BYTES if device.type == "cuda" else 1)
     started = time.perf_counter()
     boundary = _run(host, forward, backward, partition, joint)
@@ -165,6 +161,17 @@ def dry_run(partition: Partition, joint: JointGraph, patches: Mapping[str, Any] 
     return DryRun(
         forward, backward, tuple(host.events), boundary, tuple(host.blocks), tuple(host.launches), tuple(own), seconds
     )
+
+
+def lower_both(
+    partition: Partition, joint: JointGraph, patches: Mapping[str, Any] | None = None
+) -> tuple[Lowered, Lowered]:
+    """Lower the forward and the backward of a partition, which is left as it was."""
+    forward = lower(copy_module(partition.forward), False, joint.num_fwd_outputs, (), patches or {})
+    donated = donated_inputs(partition.forward, partition.backward, joint.num_fwd_outputs, partition.num_sizes)
+    module = copy_module(partition.backward)
+    _take_strides(module, forward, partition, joint)
+    return forward, lower(module, True, len(joint.backward_outputs), donated, patches or {})
 
 
 def _take_strides(backward: fx.GraphModule, forward: Lowered, partition: Partition, joint: JointGraph) -> None:

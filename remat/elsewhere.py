@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from remat import devices, torch_internals_lowering
+from remat import devices, torch_internals_gpu, torch_internals_lowering
 from remat.dryrun import DryRun, dry_run
 from remat.errors import DryRunFailed
 from remat.joint import JointGraph
@@ -73,14 +73,17 @@ def dry_runs(
     return answers
 
 
-def pretended(joint: JointGraph, target: str) -> JointGraph:
-    """From now on this process has this GPU; returns the joint graph as it is there. Not for a user's process."""
-    from remat import torch_internals_gpu
-
+def pretend(target: str) -> None:
+    """From now on this process has this GPU, as `cuda:0`. Not for a user's process."""
     gpu = devices.named(target)
     assert gpu.processor is not None
     torch_internals_gpu.pretend(f"NVIDIA {gpu.name}", gpu.processor)
     devices.take_cuda_for(gpu)
+
+
+def pretended(joint: JointGraph, target: str) -> JointGraph:
+    """The joint graph as it is on a GPU that this process pretends to have from now on."""
+    pretend(target)
     return retarget(joint, torch.device("cuda:0"))
 
 

@@ -121,6 +121,26 @@ def compile_with_inductor(
     return compile_fx(module, example_inputs, inner_compile=wrap(compile_fx_inner), config_patches=patches)
 
 
+@contextlib.contextmanager
+def random_numbers_by_element() -> Iterator[None]:
+    """Let Triton kernels draw each number from the seed and its element's place, whatever kernel draws it.
+
+    Since 2.13 pointwise kernels draw four at a time and other kernels do not, so that a mask which the forward drew in
+    a reduction and the backward draws again in a pointwise kernel is another one, and the gradients are wrong without a
+    word (pytorch #198333; the attention's gradients of BERT at its smallest plan were off by 0.3 to 0.8).
+    """
+    try:
+        from torch._inductor.codegen.triton import TritonOverrides
+    except ImportError:  # no Triton: nothing draws with it
+        yield
+        return
+    if hasattr(TritonOverrides, "_can_use_4x_random"):
+        with mock.patch.object(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: False)):
+            yield
+    else:
+        yield
+
+
 def compile_joint_graph(
     compile_graph: Callable[..., Any], module: fx.GraphModule, patches: dict[str, Any]
 ) -> Callable[[list[Any]], Any]:

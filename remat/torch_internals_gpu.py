@@ -6,6 +6,7 @@ Triton for its target; nothing is launched. `pretend` answers these questions fo
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 from dataclasses import dataclass
@@ -176,3 +177,49 @@ def moved(value: Any, device: torch.device) -> Any:
     with value.fake_mode, torch.no_grad():
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, like, device)
+
+
+# --- kernels to machine code -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of a generated module, compiled: its configurations, the target and shared memory of the largest."""
+
+    name: str
+    configurations: int
+    target: str
+    shared_bytes: int
+    is_machine_code: bool
+
+
+def compile_kernels(source: str) -> list[Compiled]:
+    """Compile the Triton kernels of a generated module for the GPU that is pretended, none loaded."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime import triton_helpers
+
+    for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):
+        if hasattr(inductor_config, name):
+            setattr(inductor_config, name, False)
+    helpers: Any = triton_helpers
+    helpers.set_driver_to_gpu = lambda: None
+    found = []
+    for name, text in _kernel_texts(source):
+        tuner = getattr(PyCodeCache.load(text), name)
+        tuner.precompile(warm_cache_only=True)
+        kernels = [result.kernel for result in tuner.compile_results]
+        targets = {f"sm_{kernel.metadata.target.arch}" for kernel in kernels}
+        machine_code = all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in kernels)
+        shared = max(kernel.metadata.shared for kernel in kernels)
+        found.append(Compiled(name, len(kernels), " ".join(sorted(targets)), shared, machine_code))
+    return found
+
+
+def _kernel_texts(source: str) -> list[tuple[str, str]]:
+    """The name and text of each `async_compile.triton(name, text)`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "triton":
+            name, text = (argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant))
+            found.append((str(name), str(text)))
+    return found

@@ -28,6 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.torch_internals import random_numbers_by_element
+
 __all__ = ["FakeTensorMode", "TorchDispatchMode"]
 
 
@@ -91,6 +93,7 @@ def lower(
 
     with (
         mock.patch.object(GraphLowering, "compile_to_module", stop),
+        random_numbers_by_element(),
         inductor_config.patch({**patches, "fx_graph_cache": False}),
         functorch_config.patch(enable_autograd_cache=False),
         torch._guards.tracing(context),

@@ -1,0 +1,80 @@
+"""What Inductor generates for a GPU from remat's plans: it compiles for sm_90, and computes eager's step.
+
+No GPU is there: kernels are compiled by Triton and ptxas, and run in Triton's interpreter. Each model is a process of
+its own, since pretending changes torch for good.
+"""
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install remat[triton]"),
+]
+MODELS = ["mlp", "gpt2", "bert", "resnet", "unet"]
+PLANS: dict[str, dict[str, Any]] = {"default": {"strict": True}, "smallest": {"strict": True, "budget": "min"}}
+CASES = {
+    "compile": [(plan, "float32") for plan in PLANS],
+    "interpret": [(plan, dtype) for plan in PLANS for dtype in ("float32", "bfloat16")],
+}
+NEAR = 1e-5
+SECONDS = 900
+
+
+@functools.cache
+def answers(do: str, model: str, edit: tuple[str, str] | None = None) -> list[dict[str, Any]]:
+    """What the child says of each case."""
+    kept = CASES[do] if edit is None else CASES[do][:1]
+    cases = [{"options": PLANS[plan], "dtype": dtype, "edit": edit} for plan, dtype in kept]
+    task = json.dumps({"do": do, "model": model, "cases": cases})
+    command = [sys.executable, "-m", "tests.gpu_lowering.child", task]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    return [json.loads(line.removeprefix("ANSWER ")) for line in lines]
+
+
+def on_one_worker(do: str) -> list[Any]:
+    """Each model's cases in one process of pytest, which asks the child once."""
+    return [
+        pytest.param(model, number, marks=pytest.mark.xdist_group(f"{do}-{model}"), id="-".join((model, *case)))
+        for model in MODELS
+        for number, case in enumerate(CASES[do])
+    ]
+
+
+@pytest.mark.parametrize(("model", "case"), on_one_worker("compile"))
+def test_every_kernel_compiles_for_the_gpu(model: str, case: int) -> None:
+    kernels = answers("compile", model)[case]["kernels"]
+    assert kernels
+    assert {kernel["target"] for kernel in kernels} == {"sm_90"}
+    assert all(kernel["is_machine_code"] for kernel in kernels)
+
+
+@pytest.mark.parametrize(("model", "case"), on_one_worker("interpret"))
+def test_the_interpreted_step_is_eagers(model: str, case: int) -> None:
+    answer = answers("interpret", model)[case]
+    if CASES["interpret"][case][1] == "float32":
+        assert answer["loss"] <= NEAR
+        assert answer["against_eager"] <= NEAR
+    else:
+        assert answer["against_float64"] <= 2 * answer["eager_against_float64"]
+
+
+@pytest.mark.xdist_group("interpret-bert")
+def test_dropout_is_drawn_again_in_the_backward() -> None:
+    default, smallest = answers("interpret", "bert")[0], answers("interpret", "bert")[2]
+    assert smallest["draws"] > default["draws"] > 0
+
+
+@pytest.mark.xdist_group("interpret-mlp")
+@pytest.mark.parametrize("edit", [("0.7071067811865476", "0.70"), ("tl.sum(", "2 * tl.sum(")], ids=["constant", "sum"])
+def test_an_edited_kernel_is_noticed(edit: tuple[str, str]) -> None:
+    (answer,) = answers("interpret", "mlp", edit)
+    assert answer["against_eager"] > 100 * NEAR
