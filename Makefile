@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,dev,triton]"
 	touch $@
 
 clean:

@@ -2,7 +2,8 @@
 
 NAME is that of a file `bench/results/NAME.json`, or `NAME@INNER` for its rows run by one executor (`inductor`
 or `eager`); rows without an executor, such as eager ones, belong to both. NAME `flags` is the table of settings;
-`budget` and `budget-...` are the tables of bench/budget_tables.py over `bench/results/budget.json`.
+`budget` and `budget-...` are the tables of bench/budget_tables.py over `bench/results/budget.json`, `kernels` and
+`kernels-random` those of bench/kernels.py.
 
     python -m bench.tables --write      put the current results into the README
     python -m bench.tables --check      exit with status 1 if the README shows others
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import budget_tables, graphs, results
+from bench import budget_tables, graphs, kernels, results
 from bench.results import Row
 from remat import settings
 
@@ -76,6 +77,13 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     return [list(shown), *([value or "n/a" for value in line] for line in lines)]
 
 
+OWN_CELLS: dict[str, Callable[[Sequence[Row]], list[list[str]]]] = {
+    "graphs": graphs.cells,
+    "kernels": kernels.cells,
+    "kernels-random": kernels.random_cells,
+}
+
+
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """A heading and lines as one Markdown table; text columns to the left, numbers to the right."""
     heading, *body = lines
@@ -105,6 +113,8 @@ def rendered(document: str, folder: Path = results.RESULTS) -> str:
         stem, _, inner = name.partition("@")
         if name in budget_tables.TABLES:
             stem = "budget"
+        if name == "kernels-random":
+            stem = "kernels"
         rows = results.read_rows(folder / f"{stem}.json")
         selected = [row for row in rows if not inner or row.extra.get("inner") in (None, inner)]
         if not selected:
@@ -112,7 +122,7 @@ def rendered(document: str, folder: Path = results.RESULTS) -> str:
         if name in budget_tables.TABLES:
             shown = budget_tables.markdown(name, rows)
         else:
-            shown = markdown(graphs.cells(selected) if name == "graphs" else cells(selected))
+            shown = markdown(OWN_CELLS.get(name, cells)(selected))
         return f"<!-- table:{name} -->\n\n{shown}\n\n{ran_on(selected)}\n\n<!-- /table:{name} -->"
 
     return MARKED.sub(table, document)

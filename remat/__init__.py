@@ -6,9 +6,11 @@ No import is needed where the package is installed; `import remat` also makes th
 """
 
 from remat.backend import remat
+from remat.elsewhere import dry_run
 from remat.errors import (
     BudgetUnreachable,
     CheckFailed,
+    DryRunFailed,
     InvalidPlan,
     RematError,
     RematWarning,
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetUnreachable",
     "CheckFailed",
+    "DryRunFailed",
     "InvalidPlan",
     "Partitioner",
     "PlanSummary",
@@ -36,6 +39,7 @@ __all__ = [
     "Settings",
     "UnsatisfiableCut",
     "UnsupportedGraph",
+    "dry_run",
     "remat",
     "summaries",
 ]

@@ -146,7 +146,7 @@ class DryRun:
         return total
 
 
-def dry_run(partition: Partition, joint: JointGraph, patches: Mapping[str, Any] | None = None) -> DryRun:
+def dry_run_partition(partition: Partition, joint: JointGraph, patches: Mapping[str, Any] | None = None) -> DryRun:
     """Lower a partition for the device its tensors are on, and run its host code on meta tensors.
 
     patches: settings of Inductor to lower under. The partition's graphs are left as they were.

@@ -12,21 +12,22 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from remat import devices, torch_internals_gpu, torch_internals_lowering
-from remat.dryrun import DryRun, dry_run
+from remat import devices, torch_internals, torch_internals_gpu, torch_internals_lowering
+from remat.capture import joint_graph
+from remat.dryrun import DryRun, dry_run_partition
 from remat.errors import DryRunFailed
 from remat.joint import JointGraph
 from remat.partitioner import decide, torchs_halves
 from remat.passes.partition import Partition
 from remat.passes.retarget import retarget
 from remat.report import PlanSummary
-from remat.settings import Settings
+from remat.settings import Settings, resolve
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,23 @@ class Request:
     target: str
     plans: tuple[Settings, ...]
     patches: Mapping[str, Any]
+
+
+def dry_run(
+    fn: Callable[..., Any], *args: Any, target: str | None = None, options: Mapping[str, Any] | None = None
+) -> Answer:
+    """What a training step of `fn(*args)` would take under remat and Inductor; no kernel is built, and nothing runs.
+
+    target: a GPU's name (`H200`, `H100`, `A100`, `L4`) that need not be here; None: the device of the arguments.
+    options: as `torch.compile(..., options=)` takes them. Raises SettingError, ValueError (an unknown target, or
+    nothing that requires a gradient), DryRunFailed, and what the partitioner raises.
+    """
+    settings, patches = resolve(options, passthrough=torch_internals.inductor_options())
+    joint = joint_graph(fn, *args)
+    if target is not None:
+        return dry_runs(joint, target, [settings], patches)[0]
+    planned, partition, summary = partition_for(joint, settings)
+    return Answer(dry_run_partition(partition, planned, patches), summary)
 
 
 def dry_runs(
@@ -90,7 +108,7 @@ def pretended(joint: JointGraph, target: str) -> JointGraph:
 def partition_for(joint: JointGraph, settings: Settings) -> tuple[JointGraph, Partition, PlanSummary | None]:
     """The partition that settings ask for, with the graph that it is of; PyTorch's own under `partitioner=torch`."""
     if settings.partitioner != "torch":
-        decision = decide(joint, settings)
+        decision = decide(joint, settings, "dry run")
         return decision.joint, decision.partition, decision.summary
     keywords = {"num_fwd_outputs": joint.num_fwd_outputs, "static_lifetime_input_indices": list(joint.static_indices)}
     inputs = [node.meta["val"] for node in joint.nodes if node.op == "placeholder"]
@@ -106,7 +124,7 @@ def _answered(request: Request) -> list[Answer]:
     found = []
     for settings in request.plans:
         planned, partition, summary = partition_for(joint, settings)
-        found.append(Answer(dry_run(partition, planned, request.patches), summary))
+        found.append(Answer(dry_run_partition(partition, planned, request.patches), summary))
     return found
 
 

@@ -18,12 +18,7 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
-from torch._inductor import compile_fx, ir
 from torch._inductor import config as inductor_config
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
-from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,7 +48,8 @@ class Kernel:
 class Lowered:
     """What Inductor wrote for one graph.
 
-    source: the module's text. kernels: in the order they run. origins: by buffer, the FX nodes it holds results of.
+    source: the module's text. kernels: in the order they run. origins: by buffer, the FX nodes it holds results of; an
+    input's is itself.
     strides: of each tensor among the results, None for others. constants: tensors that the module reads by name.
     seconds: what lowering took.
     """
@@ -74,6 +70,11 @@ def lower(
     visible: how many of the first results the user sees, whose strides Inductor keeps. donated: the inputs, by
     position, whose memory the code may write over.
     """
+    # Imported late: Inductor takes a second, and a process that only plans does not need it.
+    from torch._inductor import compile_fx
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import BoxedBool
+
     started = time.perf_counter()
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     fake_mode = torch._guards.detect_fake_mode(examples)
@@ -131,16 +132,15 @@ def _refuse(arguments: Any) -> Any:
 
 
 def _taken(graph: Any, text: str, seconds: float) -> Lowered:
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
     kernels = tuple(
         _kernel(node)
         for node in graph.scheduler.nodes
         if not isinstance(node, NopKernelSchedulerNode) and not node.is_extern()
     )
-    origins = {
-        buffer.get_name(): _names(getattr(buffer, "origins", ()))
-        for buffer in graph.buffers
-        if buffer.get_name() is not None
-    }
+    origins = {name: (name,) for name in graph.graph_input_names}
+    origins |= {buffer.get_name(): _names(getattr(buffer, "origins", ())) for buffer in graph.buffers}
     strides = tuple(
         tuple(map(_integer, output.get_stride())) if _is_tensor(output) else None for output in graph.graph_outputs
     )
@@ -148,6 +148,8 @@ def _taken(graph: Any, text: str, seconds: float) -> Lowered:
 
 
 def _is_tensor(output: Any) -> bool:
+    from torch._inductor import ir
+
     return isinstance(output, ir.IRNode) and hasattr(output, "get_stride") and output.maybe_get_layout() is not None
 
 
@@ -157,7 +159,7 @@ def _integer(size: Any) -> int:
     return int(hint(size))
 
 
-def _kernel(node: BaseSchedulerNode) -> Kernel:
+def _kernel(node: Any) -> Kernel:
     parts = node.get_nodes()
     nodes = [fx_node for part in parts if part.node is not None for fx_node in part.node.get_origins()]
     return Kernel(
@@ -180,6 +182,8 @@ def _names(nodes: Any) -> tuple[str, ...]:
 @contextlib.contextmanager
 def kernels_not_built(stub: Callable[[], Any]) -> Iterator[None]:
     """While a generated module is executed, each kernel in it becomes `stub()`."""
+    from torch._inductor.async_compile import AsyncCompile
+
     makers = ("triton", "cpp_pybinding", "cpp")
     with contextlib.ExitStack() as stack:
         for name in makers:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from remat import passes, torch_internals
+from remat import passes
+from remat.capture import joint_graph
 from remat.costs import Costs
 from remat.devices import CPU
 from remat.joint import JointGraph
@@ -24,45 +25,11 @@ from remat.rules import make_rules
 from remat.settings import Settings
 
 
-class Captured(Exception):
-    """Carries a joint graph out of torch.compile."""
-
-    def __init__(self, joint: JointGraph) -> None:
-        super().__init__("the joint graph was taken")
-        self.joint = joint
-
-
-class _Taker(torch_internals.CustomPartitionerFn):
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
-        static = tuple(keywords.get("static_lifetime_input_indices") or ())
-        raise Captured(JointGraph(gm, keywords["num_fwd_outputs"], static))
-
-    def uuid(self) -> Any:
-        return None
-
-
-def _take(gm: fx.GraphModule, example_inputs: Any) -> Any:
-    with torch_internals.without_compile_caches():
-        patches = {"custom_partitioner_fn": _Taker()}
-        return torch_internals.compile_with_inductor(gm, example_inputs, patches, lambda inner: inner)
-
-
 def joint_of(
     fn: Callable[..., Any], *args: Any, settings: Settings | None = None, dynamic: bool | None = None
 ) -> JointGraph:
     """The joint graph of `fn(*args)`: as captured, or, with settings, as prepared for planning under them."""
-    torch.compiler.reset()
-    try:
-        torch.compile(fn, backend=_take, fullgraph=True, dynamic=dynamic)(*args)
-    except Exception as error:
-        captured = getattr(error, "inner_exception", error)
-        if not isinstance(captured, Captured):
-            raise
-        joint = captured.joint
-    else:
-        raise AssertionError("the partitioner did not run: nothing here requires a gradient")
-    finally:
-        torch.compiler.reset()
+    joint = joint_graph(fn, *args, dynamic=dynamic)
     return joint if settings is None else passes.prepare(joint, settings)
 
 

@@ -1,0 +1,199 @@
+"""The dry run against the real thing: every byte that the CPU's allocator handed out, and what a GPU would be given."""
+
+import functools
+import gc
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import remat
+from bench import memory
+from bench.models import build
+from remat import devices, torch_internals
+from remat.devices import Device
+from remat.dryrun import DryRun, dry_run_partition
+from remat.elsewhere import Answer, dry_runs
+from remat.errors import DryRunFailed
+from remat.partitioner import decide
+from remat.settings import Settings, resolve
+from tests import graphs
+from tests.test_numerics import SMALL
+
+MODELS: dict[str, dict[str, Any]] = {
+    "mlp": {"layers": 4, "width": 64, "batch": 64},
+    "gpt2": SMALL["gpt2"],
+    "bert": {**SMALL["bert"], "layers": 1, "dropout": 0.1},
+    "resnet": {"batch": 2},
+    "unet": {"levels": 1, "width": 8, "pixels": 8, "batch": 2},
+}
+PLANS: dict[str, dict[str, Any]] = {"default": {"strict": True}, "smallest": {"strict": True, "budget": "min"}}
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton: pip install remat[triton]"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """What the garbage collector would free in the midst of a measurement belongs to no step."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step that ran under Inductor, and its dry run."""
+
+    dry: DryRun
+    measured: memory.StepMemory
+
+
+@functools.cache
+def ran(name: str, plan: str) -> Case:
+    memory.install("cpu")
+    torch.manual_seed(0)
+    workload = build(name, **MODELS[name])
+    settings, _ = resolve(PLANS[plan])
+    decision = decide(graphs.joint_of(workload.model, *workload.args), settings)
+    dry = dry_run_partition(decision.partition, decision.joint)
+    with torch_internals.without_compile_caches():
+        compiled = torch.compile(workload.model, backend="remat", fullgraph=True, options=PLANS[plan])
+        compiled(*workload.args).backward()
+    assert remat.summaries()[-1].origin == "planned"
+    measured = memory.step_memory(lambda: compiled(*workload.args), list(workload.model.parameters()))
+    return Case(dry, measured)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_peak_and_end_are_the_allocators_to_the_byte(name: str, plan: str) -> None:
+    case = ran(name, plan)
+    loss = 4  # the caller's, who holds it in the measurement too
+    assert case.dry.peak_bytes == case.measured.peak_bytes
+    assert case.dry.end_bytes == case.measured.end_bytes + loss
+    assert case.dry.saved_bytes == case.measured.saved_bytes + loss
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("plan", PLANS)
+def test_where_no_kernel_takes_scratch_every_allocation_is_the_allocators(plan: str) -> None:
+    case = ran("mlp", plan)
+    assert list(case.dry.events) == [int(event) for event in case.measured.events]
+    assert case.dry.boundary == case.measured.boundary
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_where_kernels_take_scratch_the_allocations_are_among_the_allocators_in_its_order(name: str, plan: str) -> None:
+    case = ran(name, plan)
+    born = [event for event in case.dry.events if event > 0]
+    real = iter([int(event) for event in case.measured.events if event > 0])
+    missing = [event for event in born if event not in real]  # consumes the real ones in order
+    assert missing == []
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_alive_at_the_peak_adds_up_to_it_and_is_named(name: str) -> None:
+    dry = ran(name, "default").dry
+    alive = dry.alive_at_peak
+    assert max(dry.alive_bytes) <= dry.peak_bytes <= sum(part.bytes for part in alive) + max(dry.scratch_bytes)
+    assert all(part.buffer for part in alive)
+    assert sum(bool(part.nodes) for part in alive) > len(alive) // 2
+
+
+# --- on a small graph, by hand -----------------------------------------------------------------------------------
+
+
+def small(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w).sum()
+
+
+@pytest.fixture
+def by_hand() -> DryRun:
+    """tanh(x w), 16 x 8 floats (512 bytes); the gradients have 16 x 4 and 4 x 8."""
+    joint = graphs.joint_of(small, graphs.leaf(16, 4), graphs.leaf(4, 8))
+    decision = decide(joint, Settings(strict=True))
+    return dry_run_partition(decision.partition, decision.joint)
+
+
+def test_traffic_flops_and_launches_by_hand(by_hand: DryRun) -> None:
+    forward, *_ = by_hand.extern_launches
+    assert (forward.name, forward.flops) == ("aten.mm", 2 * 16 * 4 * 8)
+    assert (forward.read_bytes, forward.written_bytes) == (4 * (16 * 4 + 4 * 8), 4 * 16 * 8)
+    assert by_hand.extern_flops == 3 * 2 * 16 * 4 * 8
+    assert by_hand.end_bytes == 4 * (16 * 4 + 4 * 8) + 4
+    assert by_hand.kernel_launches == by_hand.kernel_count == len(by_hand.kernels) == 2
+
+
+def test_roofline_by_hand(by_hand: DryRun) -> None:
+    slow = Device("slow", ((4, 1e6),), 1e12, 1e12, 1e12, 1e-3)
+    launches = by_hand.kernel_launches + len(by_hand.extern_launches)
+    assert by_hand.step_seconds(slow) == pytest.approx(launches * 1e-3 + by_hand.extern_flops / 1e6, rel=1e-3)
+
+
+def test_the_partition_is_left_as_it_was() -> None:
+    joint = graphs.joint_of(small, graphs.leaf(16, 4), graphs.leaf(4, 8))
+    decision = decide(joint, Settings(strict=True))
+    before = [str(module.graph) for module in (decision.partition.forward, decision.partition.backward)]
+    dry_run_partition(decision.partition, decision.joint)
+    assert before == [str(module.graph) for module in (decision.partition.forward, decision.partition.backward)]
+
+
+# --- a GPU that is not here --------------------------------------------------------------------------------------
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).float().pow(2).sum()
+
+
+@functools.cache
+def on_h200(dtype: torch.dtype, length: int = 256) -> Answer:
+    tensors = [graphs.leaf(1, 2, length, 64, dtype=dtype) for _ in range(3)]
+    return dry_runs(graphs.joint_of(attention, *tensors), "H200", [Settings(strict=True)])[0]
+
+
+@needs_triton
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("dtype", "operator"), [(torch.bfloat16, "flash"), (torch.float32, "efficient")], ids=["bfloat16", "float32"]
+)
+def test_attention_is_the_gpus_and_no_square_buffer_remains(dtype: torch.dtype, operator: str) -> None:
+    dry = on_h200(dtype).dry_run
+    assert {launch.name for launch in dry.extern_launches} == {
+        f"aten._scaled_dot_product_{operator}_attention",
+        f"aten._scaled_dot_product_{operator}_attention_backward",
+    }
+    assert max(block.bytes for block in dry.blocks) < 2 * 256 * 256 * dtype.itemsize
+    assert all(block.bytes % 512 == 0 for block in dry.blocks)
+    assert "@triton.jit" in dry.forward.source
+
+
+@needs_triton
+@pytest.mark.inductor
+def test_pretending_leaves_this_process_as_it_was() -> None:
+    on_h200(torch.bfloat16)
+    assert not torch.cuda.is_available()
+    assert devices.figures(torch.device("cpu")) is devices.CPU
+    assert devices.figures(torch.device("cuda")).name == "A100", "no GPU is pretended here"
+
+
+def test_an_unknown_gpu_is_refused_by_name() -> None:
+    joint = graphs.joint_of(small, graphs.leaf(16, 4), graphs.leaf(4, 8))
+    with pytest.raises(ValueError, match=r"target='B999' is not known: one of H200, H100, A100, L4"):
+        dry_runs(joint, "B999", [Settings()])
+
+
+@needs_triton
+@pytest.mark.inductor
+def test_what_the_other_process_says_is_in_the_error() -> None:
+    joint = graphs.joint_of(small, graphs.leaf(16, 4), graphs.leaf(4, 8))
+    with pytest.raises(DryRunFailed, match="BudgetUnreachable"):
+        dry_runs(joint, "H200", [Settings(strict=True, budget=64)])
