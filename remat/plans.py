@@ -37,8 +37,8 @@ PRICE_LADDER: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 # two plans of the same simulated peak (81.05 MiB) came out at 80.05 and 81.00. So a plan must be predicted this much
 # lower to be taken as no higher.
 FUSED_PEAK_MARGIN: Final = 0.04
-# The same on a GPU, where generated code shares buffers across more kernels: PyTorch's default plan of BERT, lowered for
-# an H200, has a peak 5.4% below the simulated one, and a plan simulated 4.2% lower came out 1.1% above it.
+# The same on a GPU, where generated code shares buffers across more kernels: PyTorch's default plan of BERT, lowered
+# for an H200, has a peak 5.4% below the simulated one, and a plan simulated 4.2% lower came out 1.1% above it.
 GPU_PEAK_MARGIN: Final = 0.06
 # A random plan draws each price as 10 to the power of a number below this: far apart, so that plans differ.
 RANDOM_DECADES: Final = 6
