@@ -155,7 +155,8 @@ def dry_run_partition(partition: Partition, joint: JointGraph, patches: Mapping[
     forward, backward = lower_both(partition, joint, patches)
     host = HostRun(device, CUDA_BLOCK_BYTES if device.type == "cuda" else 1)
     started = time.perf_counter()
-    boundary = _run(host, forward, backward, partition, joint)
+    with torch_internals.sizes_at_hand():
+        boundary = _run(host, forward, backward, partition, joint)
     seconds = time.perf_counter() - started
     own = _scratch(host) if device.type == "cpu" else [0] * len(host.launches)
     return DryRun(

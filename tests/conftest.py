@@ -1,5 +1,6 @@
 """Shared settings of the tests: one torch thread, fixed seeds, no compiled state left over between tests."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,11 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What the garbage collector would free in the midst of a measurement belongs to no step."""
+    gc.disable()
+    yield
+    gc.enable()

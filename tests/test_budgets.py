@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,15 +20,10 @@ from remat.settings import Settings
 from tests import checks, graphs
 from tests.test_memory import measure
 
+pytestmark = pytest.mark.usefixtures("no_collection")
+
 EAGER = Settings(inner="eager", strict=True)
 FRACTIONS = [0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0]
-
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def peak_planner(name: str, settings: Settings = EAGER) -> tuple[Planner, PeakPlanner]:

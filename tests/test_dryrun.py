@@ -1,9 +1,7 @@
 """The dry run against the real thing: every byte that the CPU's allocator handed out, and what a GPU would be given."""
 
 import functools
-import gc
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +22,8 @@ from remat.settings import Settings, resolve
 from tests import graphs
 from tests.test_numerics import SMALL
 
+pytestmark = pytest.mark.usefixtures("no_collection")
+
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"layers": 4, "width": 64, "batch": 64},
     "gpt2": SMALL["gpt2"],
@@ -35,14 +35,6 @@ PLANS: dict[str, dict[str, Any]] = {"default": {"strict": True}, "smallest": {"s
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: pip install remat[triton]"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """What the garbage collector would free in the midst of a measurement belongs to no step."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @dataclass(frozen=True)
@@ -137,6 +129,13 @@ def test_roofline_by_hand(by_hand: DryRun) -> None:
     slow = Device("slow", ((4, 1e6),), 1e12, 1e12, 1e12, 1e-3)
     launches = by_hand.kernel_launches + len(by_hand.extern_launches)
     assert by_hand.step_seconds(slow) == pytest.approx(launches * 1e-3 + by_hand.extern_flops / 1e6, rel=1e-3)
+
+
+def test_symbolic_sizes_count_as_those_at_hand(by_hand: DryRun) -> None:
+    joint = graphs.joint_of(small, graphs.leaf(16, 4), graphs.leaf(4, 8), dynamic=True)
+    decision = decide(joint, Settings(strict=True))
+    dry = dry_run_partition(decision.partition, decision.joint)
+    assert (dry.peak_bytes, dry.end_bytes) == (by_hand.peak_bytes, by_hand.end_bytes)
 
 
 def test_the_partition_is_left_as_it_was() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +23,7 @@ from remat.plans import Planner
 from remat.settings import Settings
 from tests import checks, graphs
 
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """What the garbage collector would free in the midst of a measurement belongs to no step."""
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 @dataclass(frozen=True)
