@@ -211,20 +211,22 @@ class Costs:
             return True
         size = tensor_bytes(node.meta.get("val"))
         joined = [a for a in node.all_input_nodes if tensor_bytes(a.meta.get("val")) >= size]
-        return len(joined) > 1 and len(self._axes_reduced(readers)) > 1
+        return len(joined) > 1 and len(self._axes_reduced[node]) > 1
 
-    def _axes_reduced(self, readers: list[fx.Node]) -> set[str]:
-        """The axes of the backward's reductions that these operators feed within their kernels."""
-        found: set[str] = set()
-        pending, seen = list(readers), set(readers)
-        while pending:
-            node = pending.pop()
-            if ops.kind(node) is Kind.REDUCTION and node in self.joint.tangent_closure:
-                found.add(repr(node.args[1:2]))
-            elif ops.kind(node) is Kind.POINTWISE:
-                new = [user for user in self.readers(node) if user not in seen]
-                seen.update(new)
-                pending += new
+    @cached_property
+    def _axes_reduced(self) -> dict[fx.Node, frozenset[str]]:
+        """For each node the axes of the backward's reductions that it feeds within their kernels, two at most."""
+        found: dict[fx.Node, frozenset[str]] = {}
+        for node in reversed(self.joint.nodes):
+            axes: set[str] = set()
+            for user in node.users:
+                kind = ops.kind(user)
+                if kind is Kind.REDUCTION and user in self.joint.tangent_closure:
+                    axes.add(repr(user.args[1:2]))
+                elif kind is Kind.POINTWISE or ops.is_view(user):
+                    axes |= found.get(user, frozenset())
+            # Two tell as much as all, and an unrolled network would gather one for each of its steps.
+            found[node] = frozenset(sorted(axes)[:2])
         return found
 
     def written_in_forward(self, node: fx.Node) -> bool:
