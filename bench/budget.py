@@ -16,7 +16,6 @@ gradients are those of the joint graph to the last bit.
 import argparse
 import copy
 import dataclasses
-import fcntl
 import hashlib
 import subprocess
 import sys
@@ -80,7 +79,7 @@ def main() -> int:
     arguments = _parse_arguments()
     use_one_thread()
     if arguments.row:
-        _write(arguments.json, measure_row(arguments.models[0], arguments.row))
+        results.write_row(arguments.json, measure_row(arguments.models[0], arguments.row))
         return 0
     work = [("chains", f"chain:layers={n}") for n in CHAIN_LAYERS] if "chains" in arguments.part else []
     work += [(part, model) for model in arguments.models for part in arguments.part if part != "chains"]
@@ -112,7 +111,7 @@ def _measure_model(file: Path, part: str, model: str) -> bool:
             done.append(_ensure(file, model, f"remat-{smaller}"))
         else:
             reason = f"no plan has a peak below {bound:,} bytes"
-            _write(file, _row(model, f"remat-{smaller}", budget_bytes=smaller, extra={"skipped": reason}))
+            results.write_row(file, _row(model, f"remat-{smaller}", budget_bytes=smaller, extra={"skipped": reason}))
     return all(done)
 
 
@@ -144,13 +143,6 @@ def _row(model: str, variant: str, *, extra: dict[str, Any], **fields: Any) -> r
         **fields,
         extra=extra | {"inner": "eager", "sources": _sources()},
     )
-
-
-def _write(file: Path, row: results.Row) -> None:
-    """Write a row, after other processes that are writing theirs."""
-    with _temporary(str(file.resolve()), "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        results.write_row(file, row)
 
 
 def _temporary(what: str, suffix: str) -> Path:

@@ -67,8 +67,9 @@ def _ensure(arguments: argparse.Namespace, model: str, part: str) -> bool:
     """Make the rows of one part of one model in a fresh process, unless the file has current ones."""
     wanted = [RANDOM] if part == RANDOM else list(OPTIONS)
     known = {row.variant: row for row in results.read_rows(arguments.json) if row.model == model}
-    current = results.source_hash(SOURCES)
-    if all(name in known and known[name].extra["sources"] == current for name in wanted):
+    asked = {"sources": results.source_hash(SOURCES), "target": arguments.target}
+    asked |= {"count": arguments.random} if part == RANDOM else {}
+    if all(name in known and asked.items() <= known[name].extra.items() for name in wanted):
         return True
     print(f"lowering {model} {part}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "bench.kernels", "--row", part, "--models", model, "--json", str(arguments.json)]
@@ -92,8 +93,8 @@ def measure(model: str, part: str, target: str, count: int) -> Iterator[Row]:
         answers = dry_runs(joint, target, [Settings(plan_seed=seed, strict=True) for seed in range(count)])
         figures = [_figures(answer, target) for answer in answers]
         listed = {key: [figure[key] for figure in figures] for key in figures[0]}
-        peaks = [answer.dry_run.peak_bytes for answer in answers]
-        yield Row(model, RANDOM, {"plans": count}, **fields, extra=common | listed | {"peak_bytes": peaks})
+        listed |= {"peak_bytes": [answer.dry_run.peak_bytes for answer in answers]}
+        yield Row(model, RANDOM, {"plans": count}, **fields, extra=common | listed | {"count": count})
         return
     plans = [resolve(options, {})[0] for options in OPTIONS.values()]
     for (variant, options), answer in zip(OPTIONS.items(), dry_runs(joint, target, plans), strict=True):

@@ -1,12 +1,14 @@
 """Result files: a JSON list of rows of one schema, written a row at a time so that a run can be resumed."""
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,14 +99,17 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_row(path: Path, row: Row) -> None:
-    """Add `row` to the file, in the place of an earlier row with the same key."""
-    rows = read_rows(path)
-    keys = [known.key for known in rows]
-    if row.key in keys:
-        rows[keys.index(row.key)] = row
-    else:
-        rows.append(row)
-    write_rows(path, rows)
+    """Add `row` to the file, in the place of an earlier row with the same key, after other processes doing so."""
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    with (Path(tempfile.gettempdir()) / f"remat-results-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = read_rows(path)
+        keys = [known.key for known in rows]
+        if row.key in keys:
+            rows[keys.index(row.key)] = row
+        else:
+            rows.append(row)
+        write_rows(path, rows)
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -29,10 +29,18 @@ class _Taker(torch_internals.CustomPartitionerFn):
         return None
 
 
+class _NoBackward(Exception):
+    """Nothing is differentiated: Inductor would compile the graph as it is, and run it."""
+
+
+def _refuse(module: fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
+    raise _NoBackward("the partitioner did not run: nothing here requires a gradient")
+
+
 def _take(gm: fx.GraphModule, example_inputs: Any) -> Any:
     with torch_internals.without_compile_caches():
         patches = {"custom_partitioner_fn": _Taker()}
-        return torch_internals.compile_with_inductor(gm, example_inputs, patches, lambda inner: inner)
+        return torch_internals.compile_with_inductor(gm, example_inputs, patches, lambda inner: _refuse)
 
 
 def joint_graph(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> JointGraph:
@@ -46,9 +54,11 @@ def joint_graph(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None)
         torch.compile(fn, backend=_take, fullgraph=True, dynamic=dynamic)(*args)
     except Exception as error:  # torch wraps what its backend raises
         captured = getattr(error, "inner_exception", error)
+        if isinstance(captured, _NoBackward):
+            raise ValueError(str(captured)) from None
         if not isinstance(captured, _Captured):
             raise
         return captured.joint
     finally:
         torch.compiler.reset()
-    raise ValueError("the partitioner did not run: nothing here requires a gradient")
+    raise ValueError("nothing was compiled here: there is no graph")

@@ -130,6 +130,19 @@ def _hinted(value: Any) -> Any:
     return result
 
 
+def _reduced(node: fx.Node) -> tuple[int, bool]:
+    """What a reduction reduces, however it is spelled: elements for each result, and whether along the last axis."""
+    values = [tensor for argument in node.all_input_nodes[:1] for tensor in tensors_of(argument.meta.get("val"))]
+    results = tensors_of(node.meta.get("val"))
+    if not values or not results:
+        return 0, True
+    value = values[0]
+    axes = node.args[1] if len(node.args) > 1 else None
+    listed = [axes] if isinstance(axes, int) else axes
+    numbers = [a % value.ndim for a in listed if isinstance(a, int)] if isinstance(listed, list | tuple) else []
+    return elements(value) // max(elements(results[0]), 1), not numbers or value.ndim - 1 in numbers
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
     """Prices of the nodes of one joint graph on one device."""
@@ -214,15 +227,15 @@ class Costs:
         return len(joined) > 1 and len(self._axes_reduced[node]) > 1
 
     @cached_property
-    def _axes_reduced(self) -> dict[fx.Node, frozenset[str]]:
-        """For each node the axes of the backward's reductions that it feeds within their kernels, two at most."""
-        found: dict[fx.Node, frozenset[str]] = {}
+    def _axes_reduced(self) -> dict[fx.Node, frozenset[tuple[int, bool]]]:
+        """For each node the kinds of the backward's reductions that it feeds within their kernels, two at most."""
+        found: dict[fx.Node, frozenset[tuple[int, bool]]] = {}
         for node in reversed(self.joint.nodes):
-            axes: set[str] = set()
+            axes: set[tuple[int, bool]] = set()
             for user in node.users:
                 kind = ops.kind(user)
                 if kind is Kind.REDUCTION and user in self.joint.tangent_closure:
-                    axes.add(repr(user.args[1:2]))
+                    axes.add(_reduced(user))
                 elif kind is Kind.POINTWISE or ops.is_view(user):
                     axes |= found.get(user, frozenset())
             # Two tell as much as all, and an unrolled network would gather one for each of its steps.

@@ -168,21 +168,28 @@ def lower_both(
     partition: Partition, joint: JointGraph, patches: Mapping[str, Any] | None = None
 ) -> tuple[Lowered, Lowered]:
     """Lower the forward and the backward of a partition, which is left as it was."""
-    forward = lower(copy_module(partition.forward), False, joint.num_fwd_outputs, (), patches or {})
+    seen = range(joint.num_written_inputs, joint.num_fwd_outputs)
+    forward = lower(copy_module(partition.forward), False, seen, (), patches or {})
     donated = donated_inputs(partition.forward, partition.backward, joint.num_fwd_outputs, partition.num_sizes)
     module = copy_module(partition.backward)
     _take_strides(module, forward, partition, joint)
-    return forward, lower(module, True, len(joint.backward_outputs), donated, patches or {})
+    gradients: Any = module.graph.output_node().args[0]
+    return forward, lower(module, True, range(len(gradients)), donated, patches or {})
 
 
 def _take_strides(backward: fx.GraphModule, forward: Lowered, partition: Partition, joint: JointGraph) -> None:
-    """Give saved values the strides that the forward's code returns them with, as AOTAutograd does."""
+    """Give saved values the strides that the forward's code returns them with, as AOTAutograd does.
+
+    Not where sizes are symbolic: the strides are numbers, and comparing would make the sizes numbers too.
+    """
     saved = forward.strides[joint.num_fwd_outputs :]
     tensors = saved[: len(saved) - partition.num_sizes]
     placeholders = backward.graph.find_nodes(op="placeholder")[partition.num_sizes :]
     for node, strides in zip(placeholders, tensors, strict=False):
         value = node.meta["val"]
-        if strides is not None and tuple(value.stride()) != strides:
+        if strides is None or any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
+            continue
+        if tuple(value.stride()) != strides:
             with value.fake_mode:
                 node.meta["val"] = value.as_strided(value.shape, strides)
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from remat import devices, torch_internals, torch_internals_gpu, torch_internals_lowering
 from remat.capture import joint_graph
 from remat.dryrun import DryRun, dry_run_partition
-from remat.errors import DryRunFailed
+from remat.errors import DryRunFailed, SettingError
 from remat.joint import JointGraph
 from remat.partitioner import decide, torchs_halves
 from remat.passes.partition import Partition
@@ -59,11 +60,16 @@ def dry_run(
 ) -> Answer:
     """What a training step of `fn(*args)` would take under remat and Inductor; no kernel is built, and nothing runs.
 
+    Forgets what torch.compile has compiled in this process (`torch.compiler.reset`): call it before training.
+
     target: a GPU's name (`H200`, `H100`, `A100`, `L4`) that need not be here; None: the device of the arguments.
     options: as `torch.compile(..., options=)` takes them. Raises SettingError, ValueError (an unknown target, or
     nothing that requires a gradient), DryRunFailed, and what the partitioner raises.
     """
     settings, patches = resolve(options, passthrough=torch_internals.inductor_options())
+    refused = [name for name in ("cpp_wrapper", "max_autotune") if patches.get(name)]
+    if refused:
+        raise SettingError(f"{refused[0]} is not allowed in a dry run, which reads a Python wrapper and times nothing")
     joint = joint_graph(fn, *args)
     if target is not None:
         return dry_runs(joint, target, [settings], patches)[0]
@@ -84,7 +90,10 @@ def dry_runs(
     packed = torch_internals_lowering.pack_graph(joint.module)
     request = Request(packed, joint.num_fwd_outputs, joint.static_indices, target, tuple(plans), dict(patches or {}))
     command = [sys.executable, "-m", "remat.elsewhere"]
-    done = subprocess.run(command, input=pickle.dumps(request), capture_output=True)
+    # A process that pretends must see no real GPU; and it must find remat where this one did.
+    folders = [str(Path(__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(command, input=pickle.dumps(request), capture_output=True, env=environment)
     if done.returncode:
         raise DryRunFailed(f"target={target}: {done.stderr.decode(errors='replace').strip()[-2000:]}")
     answers: list[Answer] = pickle.loads(done.stdout)

@@ -11,7 +11,7 @@ import ast
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from remat import torch_internals_lowering as lowering
 from remat.costs import call_flops
+from remat.errors import UnsupportedGraph
 from remat.scratch import Call
 
 META: Final = torch.device("meta")
@@ -161,16 +162,16 @@ class HostRun(lowering.TorchDispatchMode):
         alike = torch.utils._pytree.tree_map(_alike, (tuple(call.arguments), dict(call.keywords), result))
         arguments, keywords, results = alike
         packet = getattr(call.operator, "overloadpacket", call.operator)
-        written = _bytes(results)
+        read, written = _bytes((arguments, keywords)), _bytes(results)
         if isinstance(call.operator, torch._ops.OpOverload) and call.operator._schema.is_mutable:
-            written = _bytes(arguments[0])
+            read, written = _mutable_bytes(call.operator, arguments, keywords)
         sizes = [tensor.itemsize for tensor in torch.utils._pytree.tree_leaves(results) if isinstance(tensor, Tensor)]
         self.launches.append(
             Launch(
                 len(self.events),
                 f"aten.{packet.__name__}",
                 extern=True,
-                read_bytes=_bytes((arguments, keywords)),
+                read_bytes=read,
                 written_bytes=written,
                 flops=call_flops(packet, arguments, keywords, results),
                 itemsize=max(sizes, default=1),
@@ -199,7 +200,8 @@ class HostRun(lowering.TorchDispatchMode):
                 "reinterpret_tensor": _reinterpret,
             }
         )
-        space.update((name, self.allocate) for name in list(space) if name.startswith("empty_strided_"))
+        for name in [name for name in space if name.startswith("empty_strided_")]:
+            space[name] = self.allocate if name == f"empty_strided_{self.device.type}" else self.foreign
         for name, constant in lowered.constants.items():
             space[name] = self.foreign(constant.shape, constant.stride(), constant.dtype)
         call: Callable[[list[Any]], Any] = space["call"]
@@ -226,7 +228,9 @@ class _Extern:
         self.host = host
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        operator = getattr(torch.ops.aten, name)
+        operator = getattr(torch.ops.aten, name, None)
+        if operator is None:
+            raise UnsupportedGraph(f"the generated code calls {name}, which is no operator of aten")
 
         def run(*arguments: Any, out: Tensor | None = None, **keywords: Any) -> Any:
             if out is None:
@@ -241,6 +245,17 @@ def _alike(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+
+def _mutable_bytes(operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes that an operator reads and writes that writes arguments; a result given (`out=`) is not read."""
+    read = written = 0
+    for place, argument in enumerate(operator._schema.arguments):
+        given = arguments[place] if place < len(arguments) else keywords.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        written += _bytes(given) if writes else 0
+        read += 0 if writes and argument.kwarg_only else _bytes(given)
+    return read, written
 
 
 def _bytes(values: Any) -> int:

@@ -88,7 +88,8 @@ class JointGraph:
     @property
     def held_tangents(self) -> tuple[Node, ...]:
         """Incoming gradients of scalars: a loss, whose gradient `torch.autograd.backward` holds till it returns."""
-        return tuple(node for node in self.tangents if node.users and node.meta["val"].ndim == 0)
+        values = [(node, node.meta.get("val")) for node in self.tangents if node.users]
+        return tuple(node for node, value in values if isinstance(value, torch.Tensor) and value.ndim == 0)
 
     @cached_property
     def tangent_closure(self) -> frozenset[Node]:
@@ -168,6 +169,12 @@ class JointGraph:
                 equal = [n for n in inputs.values() if n.meta["desc"] == replaced]
                 written.update((node, None) for node in equal if node not in written)
         return written
+
+    @property
+    def num_written_inputs(self) -> int:
+        """How many of the forward outputs, the first ones, replace inputs after the call: no user sees them."""
+        descriptions = list(self.output.meta.get("desc") or ())[: self.num_fwd_outputs]
+        return sum(torch_internals.written_input(description) is not None for description in descriptions)
 
     def only_written_by_backward(self, primal: Node) -> bool:
         """Whether the backward needs this input as the target of its writes and for nothing else."""

@@ -44,6 +44,8 @@ class Call:
 
 def learn_scratch(joint: JointGraph) -> dict[fx.Node, int]:
     """The bytes that each operator's kernel takes beside its results, above zero; nodes not in it take none."""
+    if joint.device.type == "meta":
+        return {}  # nothing runs there
     nodes = [node for node in joint.nodes if _may_take_scratch(node)]
     counts = scratch_of([Call(node.target, node.args, node.kwargs) for node in nodes])
     return {node: count for node, count in zip(nodes, counts, strict=True) if count}

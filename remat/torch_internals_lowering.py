@@ -63,14 +63,15 @@ class Lowered:
 
 
 def lower(
-    module: fx.GraphModule, is_backward: bool, visible: int, donated: Sequence[int], patches: Mapping[str, Any]
+    module: fx.GraphModule, is_backward: bool, visible: range, donated: Sequence[int], patches: Mapping[str, Any]
 ) -> Lowered:
     """Lower a forward or backward graph for the device that its fake tensors are on; nothing is built.
 
-    visible: how many of the first results the user sees, whose strides Inductor keeps. donated: the inputs, by
-    position, whose memory the code may write over.
+    visible: the results, by position, that the user sees, whose strides Inductor keeps. donated: the inputs, by
+    position, whose memory the code may write over. No compilation of another thread runs meanwhile.
     """
     # Imported late: Inductor takes a second, and a process that only plans does not need it.
+    from torch._dynamo.convert_frame import compile_lock
     from torch._inductor import compile_fx
     from torch._inductor.graph import GraphLowering
     from torch._inductor.utils import BoxedBool
@@ -78,7 +79,8 @@ def lower(
     started = time.perf_counter()
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     fake_mode = torch._guards.detect_fake_mode(examples)
-    seen = [number for number, result in enumerate(_results(module)[:visible]) if isinstance(result, fx.Node)]
+    results = _results(module)
+    seen = [number for number in visible if isinstance(results[number], fx.Node)]
     module.graph.output_node().meta["user_visible_output_idxs"] = seen
     context = torch._guards.TracingContext(fake_mode)
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=list(donated))  # type: ignore[assignment]
@@ -93,6 +95,7 @@ def lower(
         return loaded
 
     with (
+        compile_lock,
         mock.patch.object(GraphLowering, "compile_to_module", stop),
         random_numbers_by_element(),
         inductor_config.patch({**patches, "fx_graph_cache": False}),
@@ -102,7 +105,26 @@ def lower(
         compile_fx.compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=(), cudagraphs=BoxedBool(False)
         )
-    return taken[0]
+    return taken[0] if taken else _without_calls(module, time.perf_counter() - started)
+
+
+def _without_calls(module: fx.GraphModule, seconds: float) -> Lowered:
+    """A graph that calls nothing, for which Inductor writes nothing: its results are inputs and constants."""
+    inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    constants = {node.name: getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}
+    results = _results(module)
+    names = [result.name if isinstance(result, fx.Node) else repr(result) for result in results]
+    text = f"def call(args):\n    [{', '.join(inputs)}] = args\n    args.clear()\n    return [{', '.join(names)}]\n"
+    values = [_value(result) for result in results]
+    strides = tuple(
+        tuple(map(int, value.stride())) if isinstance(value, torch.Tensor) and not _is_symbolic(value) else None
+        for value in values
+    )
+    return Lowered(text, (), {name: (name,) for name in inputs}, strides, constants, seconds)
+
+
+def _is_symbolic(value: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
 
 
 def donated_inputs(
@@ -182,10 +204,11 @@ def _names(nodes: Any) -> tuple[str, ...]:
 @contextlib.contextmanager
 def kernels_not_built(stub: Callable[[], Any]) -> Iterator[None]:
     """While a generated module is executed, each kernel in it becomes `stub()`."""
+    from torch._dynamo.convert_frame import compile_lock
     from torch._inductor.async_compile import AsyncCompile
 
     makers = ("triton", "cpp_pybinding", "cpp")
-    with contextlib.ExitStack() as stack:
+    with compile_lock, contextlib.ExitStack() as stack:
         for name in makers:
             stack.enter_context(mock.patch.object(AsyncCompile, name, lambda self, *_, **__: stub()))
         stack.enter_context(mock.patch.object(AsyncCompile, "wait", lambda self, scope: None))
@@ -211,9 +234,8 @@ def fake_results(operator: Any, arguments: Sequence[Any], keywords: Mapping[str,
 # --- graphs as bytes ---------------------------------------------------------------------------------------------
 
 # What planning and lowering read of a node's meta data, and a pickle can hold.
-_KEPT_META = frozenset(
-    {"val", "stack_trace", "original_aten", "recompute", "ac_graph_id", "partitioner_tag", "unbacked_bindings", "desc"}
-)
+_KEPT_META = frozenset({"val", "stack_trace", "original_aten", "from_node", "desc", "unbacked_bindings"})
+_KEPT_META |= {"recompute", "ac_graph_id", "partitioner_tag"}
 
 
 def pack_graph(module: fx.GraphModule) -> bytes:

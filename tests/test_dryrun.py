@@ -16,7 +16,7 @@ from remat import devices, torch_internals
 from remat.devices import Device
 from remat.dryrun import DryRun, dry_run_partition
 from remat.elsewhere import Answer, dry_runs
-from remat.errors import DryRunFailed
+from remat.errors import DryRunFailed, SettingError
 from remat.partitioner import decide
 from remat.settings import Settings, resolve
 from tests import graphs
@@ -136,6 +136,25 @@ def test_symbolic_sizes_count_as_those_at_hand(by_hand: DryRun) -> None:
     decision = decide(joint, Settings(strict=True))
     dry = dry_run_partition(decision.partition, decision.joint)
     assert (dry.peak_bytes, dry.end_bytes) == (by_hand.peak_bytes, by_hand.end_bytes)
+
+
+def test_a_backward_that_only_hands_on_its_gradient_is_no_error() -> None:
+    answer = remat.dry_run(lambda x: x + 1, graphs.leaf(16, 4))
+    assert answer.dry_run.saved_bytes == 16 * 4 * 4
+    assert answer.dry_run.backward.kernels == ()
+
+
+def test_a_function_without_a_gradient_is_refused_and_not_run() -> None:
+    written = torch.zeros(4)
+    with pytest.raises(ValueError, match="nothing here requires a gradient"):
+        remat.dry_run(lambda x: x.add_(1), written)
+    assert written.sum() == 0
+
+
+@pytest.mark.parametrize("option", ["cpp_wrapper", "max_autotune"])
+def test_options_that_a_dry_run_cannot_follow_are_refused(option: str) -> None:
+    with pytest.raises(SettingError, match=f"{option} is not allowed in a dry run"):
+        remat.dry_run(small, graphs.leaf(16, 4), graphs.leaf(4, 8), options={option: True})
 
 
 def test_the_partition_is_left_as_it_was() -> None:
