@@ -274,7 +274,8 @@ class Planned:
         peaks = PeakPlanner(
             planner.joint, planner.costs, planner.rules, planner.settings, planner.scratch, seeds
         )
-        assert peaks.frontier.points
+        with partitioner.no_collection():
+            assert peaks.frontier.points
         seconds = decision.summary.decision_seconds + time.thread_time() - start
         return cls(planner, peaks, default, decision.summary.nodes, seconds)
 
