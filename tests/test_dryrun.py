@@ -205,7 +205,7 @@ def test_pretending_leaves_this_process_as_it_was() -> None:
 
 def test_an_unknown_gpu_is_refused_by_name() -> None:
     joint = graphs.joint_of(small, graphs.leaf(16, 4), graphs.leaf(4, 8))
-    with pytest.raises(ValueError, match=r"target='B999' is not known: one of H200, H100, A100, L4"):
+    with pytest.raises(ValueError, match=r"target='B999' is not known: one of H200, H100, A100, L4, RTX 4090"):
         dry_runs(joint, "B999", [Settings()])
 
 
