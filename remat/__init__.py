@@ -19,6 +19,7 @@ from remat.errors import (
     UnsupportedGraph,
 )
 from remat.partitioner import Partitioner
+from remat.registry import register_op
 from remat.report import PlanSummary, SavedValue
 from remat.session import summaries
 from remat.settings import Settings
@@ -40,6 +41,7 @@ __all__ = [
     "UnsatisfiableCut",
     "UnsupportedGraph",
     "dry_run",
+    "register_op",
     "remat",
     "summaries",
 ]

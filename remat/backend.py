@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import fx
 
-from remat import session, settings, torch_internals
+from remat import registry, session, settings, snapshot, torch_internals
 from remat.check import Check, make_check
 from remat.eager import compile_op_by_op
 from remat.errors import SettingError
@@ -37,9 +38,11 @@ def remat(
         raise SettingError("partitioner=torch takes no budget in bytes: a fraction of saved bytes in (0, 1], or min")
     resolved = _with_torchs_budget(resolved)
     patches = torch_internals.inductor_patches(mode, rest)
-    patches["custom_partitioner_fn"] = Partitioner(resolved.for_compiled_code())
-    graph = session.graph_hash(gm, example_inputs, (resolved.cache_key(), sorted(map(repr, patches.items()))))
-    with session.compiling(graph, resolved) as compilation, ExitStack() as stack:
+    prices = snapshot.load(_device(example_inputs), resolved)
+    patches["custom_partitioner_fn"] = Partitioner(resolved.for_compiled_code(), prices.hash)
+    key = (resolved.cache_key(), prices.hash, registry.cache_key(), sorted(map(repr, patches.items())))
+    graph = session.graph_hash(gm, example_inputs, key)
+    with session.compiling(graph, resolved, prices) as compilation, ExitStack() as stack:
         bypass = resolved.inner == "eager" or resolved.check or resolved.dump is not None
         if bypass:
             # These must see the partitioner run, or make code that no cache can hold.
@@ -52,6 +55,12 @@ def remat(
         if not bypass:
             _keep_summaries(compilation)
     return compiled
+
+
+def _device(example_inputs: Sequence[Any]) -> torch.device:
+    """Where the graph runs: the device of the first tensor on an accelerator, else the CPU."""
+    found = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+    return next((device for device in found if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _with_torchs_budget(resolved: Settings) -> Settings:

@@ -9,7 +9,7 @@ graphs run op by op, so that `inner` does not change the plan it is meant to deb
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -145,11 +145,15 @@ def _reduced(node: fx.Node) -> tuple[int, bool]:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Prices of the nodes of one joint graph on one device."""
+    """Prices of the nodes of one joint graph on one device.
+
+    known_seconds: of operators outside of generated kernels, one run each, where they were timed or learned.
+    """
 
     joint: JointGraph
     device: Device
     settings: Settings
+    known_seconds: Mapping[fx.Node, float] = field(default_factory=dict)
 
     @cached_property
     def launch_seconds(self) -> float:
@@ -172,6 +176,10 @@ class Costs:
         kind = ops.kind(node)
         if ops.is_item(node) or kind in (Kind.INPUT, Kind.CONSTANT, Kind.VIEW, Kind.SYMBOLIC):
             return 0.0
+        if node in self.known_seconds:
+            return self.known_seconds[node]
+        if kind in (Kind.CONTRACTION, Kind.EXTERN):
+            return self._extern_seconds(node)
         moved = self._moved_bytes(node, kind)
         work = max(self.move_seconds(moved), self._arithmetic_seconds(node, kind))
         return work + (self.launch_seconds if self._adds_kernel(node, kind) else 0.0)
@@ -182,30 +190,47 @@ class Costs:
         A sum and not the largest: it is linear in what can be counted of a run, so that a plan's predicted cost is
         that of the FLOPs and bytes measured.
         """
-        itemsize = max((t.dtype.itemsize for t in tensors_of(node.meta.get("val"))), default=4)
-        arithmetic = ALONE_FLOP_WEIGHT * self.flops.get(node, 0) / self.device.flops_per_second(itemsize)
+        arithmetic = ALONE_FLOP_WEIGHT * self._flop_seconds(node)
         return arithmetic + self.move_seconds(moved_bytes(node)) + self.launch_seconds
+
+    def extern_seconds(self, node: fx.Node) -> float:
+        """One run of an operator outside of generated kernels: as timed or learned, else by the roofline."""
+        return self.known_seconds.get(node) or self._extern_seconds(node)
+
+    def _extern_seconds(self, node: fx.Node) -> float:
+        moved = self.move_seconds(moved_bytes(node))
+        return max(moved, self._flop_seconds(node)) + (self.device.extern_seconds or self.launch_seconds)
+
+    def _flop_seconds(self, node: fx.Node) -> float:
+        count = self.flops.get(node, 0)
+        if not count:
+            return 0.0
+        values = [t for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))]
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        family = next((family for family in ("attention", "convolution") if family in name), "matmul")
+        return count / self.device.flops_per_second(values[0].dtype.itemsize if values else 4, family)
+
+    def pointwise_seconds(self, node: fx.Node) -> float:
+        """The arithmetic of a node inside of a generated kernel, which its traffic may hide."""
+        kind = ops.kind(node)
+        return self._arithmetic_seconds(node, kind) if kind in (Kind.POINTWISE, Kind.REDUCTION) else 0.0
 
     def _moved_bytes(self, node: fx.Node, kind: Kind) -> int:
         result = tensor_bytes(node.meta.get("val"))
-        arguments = sum(tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes)
-        if kind in (Kind.CONTRACTION, Kind.EXTERN):
-            return result + arguments
         if kind is Kind.REDUCTION:
             return result + max((tensor_bytes(a.meta.get("val")) for a in node.all_input_nodes), default=0)
         return 2 * result if self.materialized_in_backward(node) else 0
 
     def _arithmetic_seconds(self, node: fx.Node, kind: Kind) -> float:
-        if kind is Kind.CONTRACTION:
-            itemsize = max((t.dtype.itemsize for t in tensors_of(node.meta.get("val"))), default=4)
-            return self.flops.get(node, 0) / self.device.flops_per_second(itemsize)
         count = sum(elements(tensor) for tensor in tensors_of(node.meta.get("val")))
         if kind is Kind.REDUCTION:
             read = [elements(t) for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))]
             count = max([count, *read])
-        transcendental = ops.is_transcendental(node)
-        rate = self.device.transcendental_per_second if transcendental else self.device.simple_per_second
-        return count / rate
+        return count / self._results_per_second(node)
+
+    def _results_per_second(self, node: fx.Node) -> float:
+        packet = getattr(node.target, "overloadpacket", None)
+        return self.device.results_per_second(getattr(packet, "__name__", ""), ops.is_transcendental(node))
 
     def _adds_kernel(self, node: fx.Node, kind: Kind) -> bool:
         if kind in (Kind.CONTRACTION, Kind.EXTERN, Kind.REDUCTION):

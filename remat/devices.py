@@ -74,6 +74,11 @@ class Device:
         rates |= dict({"attention": self.attention_flops, "convolution": self.convolution_flops}.get(kind, ()))
         return rates.get(itemsize, rates[4] * 4 / max(itemsize, 4))
 
+    def results_per_second(self, operator: str, transcendental: bool) -> float:
+        """Pointwise results per second of an operator (`tanh`) when memory does not bound it."""
+        known = dict(self.pointwise_per_second).get(operator)
+        return known or (self.transcendental_per_second if transcendental else self.simple_per_second)
+
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data for JSON; `from_dict` reads it back."""
         return dataclasses.asdict(self)
@@ -101,9 +106,16 @@ def _allows_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-# One core of a server CPU with AVX2 or AVX-512, as orders of magnitude; not measured. The evidence for them is
-# indirect: the default plans that they lead to took 0.946 to 0.997 of Inductor's step time (bench.compare).
-CPU: Final = Device("cpu", ((4, 7e10), (2, 7e10), (1, 7e10)), 1.0e10, 4e9, 6e8, 2e-6)
+# One core of a server CPU with AVX2 or AVX-512, in round figures. Pointwise rates are what one more operator adds to a
+# kernel of Inductor's (EPYC with AVX2, one thread, 2**20 elements: a multiply 2.8e10, tanh 2.2e8, exp 7.0e8, erf 4.9e8,
+# sigmoid 4.8e8, log 3.9e8, a division 9e9, a square root 4e9, random numbers 7e7 results a second).
+CPU: Final = Device(
+    "cpu", ((4, 7e10), (2, 7e10), (1, 7e10)), 1.2e10, 2.5e10, 5e8, 2e-6,
+    pointwise_per_second=(
+        ("tanh", 2.5e8), ("exp", 7e8), ("erf", 5e8), ("sigmoid", 5e8), ("log", 4e8), ("div", 9e9), ("sqrt", 4e9),
+        ("rsqrt", 4e9), ("inductor_random", 7e7),
+    ),
+)  # fmt: skip
 
 # From the vendors' data sheets (dense, no sparsity), taken at about three quarters. float32_flops: the vector units',
 # two for each multiply-add; simple: one result for two of those. transcendental: 16 results a clock and multiprocessor.

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from remat import torch_internals
+from remat import registry, torch_internals
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -170,8 +170,9 @@ def impurity(node: fx.Node, declared_pure: tuple[str, ...] = ()) -> str | None:
         return None  # Python arithmetic on sizes
     if target.namespace.startswith("_c10d") or target.namespace == "c10d":
         return "collective: every rank must run it equally often"
-    if target.namespace not in _PURE_NAMESPACES and not is_named(node, declared_pure):
-        return "custom operator of unknown purity (see recompute_ops)"
+    known = target.namespace in _PURE_NAMESPACES or registry.is_declared_pure(target)
+    if not known and not is_named(node, declared_pure):
+        return "custom operator of unknown purity (see remat.register_op and recompute_ops)"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import time
@@ -14,10 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat import measured, passes, registry, session, torch_internals
 from remat import network as flow
-from remat import passes, session, torch_internals
 from remat.costs import Costs
-from remat.devices import figures
 from remat.joint import JointGraph
 from remat.passes.normalize import copy_graph
 from remat.passes.partition import Partition
@@ -25,6 +25,8 @@ from remat.plans import Candidate, Planner
 from remat.report import PlanSummary, summarize, summarize_halves
 from remat.rules import make_rules
 from remat.settings import Settings
+from remat.snapshot import Snapshot, load, machine_of, timings_name
+from remat.store import open_store
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,18 @@ class Decision:
     summary: PlanSummary
 
 
-def decide(joint: JointGraph, settings: Settings, graph: str = "") -> Decision:
+def decide(joint: JointGraph, settings: Settings, graph: str = "", snapshot: Snapshot | None = None) -> Decision:
     """The whole pipeline: normalize, price, cut, plan, split, reorder, verify.
 
+    snapshot: what prices are made from; None: what the store has for the graph's device.
     Raises UnsupportedGraph, UnsatisfiableCut or InvalidPlan; the graph given is left as it was.
     """
     started = time.thread_time()
+    snapshot = snapshot or load(joint.device, settings)
     joint = passes.prepare(joint, settings)
     in_bytes = isinstance(settings.budget, int)
     with no_collection(), torch_internals.sizes_at_hand() if in_bytes else contextlib.nullcontext():
-        return _decide(joint, settings, graph, started)
+        return _decide(joint, settings, graph, snapshot, started)
 
 
 @contextlib.contextmanager
@@ -65,14 +69,30 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _decide(joint: JointGraph, settings: Settings, graph: str, started: float) -> Decision:
-    costs = Costs(joint, figures(joint.device), settings)
+def _decide(joint: JointGraph, settings: Settings, graph: str, snapshot: Snapshot, started: float) -> Decision:
+    costs = Costs(joint, snapshot.device, settings, known_seconds(joint, snapshot, settings))
     rules = make_rules(joint, settings)
     planner = Planner(joint, costs, rules, settings)
     chosen, reference = planner.choose()
     partition = passes.rewrite(chosen.plan, rules)
     summary = summarize(graph, chosen, reference, planner, time.thread_time() - started)
     return Decision(joint, chosen, planner, partition, summary)
+
+
+def known_seconds(joint: JointGraph, snapshot: Snapshot, settings: Settings) -> dict[fx.Node, float]:
+    """What is known of one run of the operators outside of generated kernels: registered, timed or learned.
+
+    Under `cost=profile` those that the store does not know are timed now, a few seconds long.
+    """
+    found: dict[fx.Node, float] = {}
+    machine = machine_of(joint.device)
+    if settings.cost == "profile" and machine is not None:
+        found = measured.seconds_of(joint, open_store(settings.cache_dir), timings_name(joint.device, machine))
+    elif settings.cost == "learned" and snapshot.learned is not None:
+        described = ((node, measured.describe(node)) for node in joint.nodes)
+        guessed = ((node, snapshot.learned.seconds(operator)) for node, operator in described if operator is not None)
+        found = {node: seconds for node, seconds in guessed if seconds is not None}
+    return found | registry.seconds_of(joint.nodes)
 
 
 def torchs_halves(
@@ -86,9 +106,13 @@ def torchs_halves(
 
 @dataclass(frozen=True)
 class Partitioner(torch_internals.CustomPartitionerFn):
-    """remat as Inductor's `custom_partitioner_fn`. Plain values only: Inductor copies and pickles it."""
+    """remat as Inductor's `custom_partitioner_fn`. Plain values only: Inductor copies and pickles it.
+
+    figures: the hash of the snapshot that prices are made from; empty: of what the store has when asked.
+    """
 
     settings: Settings = field(default_factory=Settings)
+    figures: str = ""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
         """Partition; what remat cannot handle goes to PyTorch's partitioner with one warning, unless strict."""
@@ -101,8 +125,11 @@ class Partitioner(torch_internals.CustomPartitionerFn):
             current.num_fwd_outputs = joint.num_fwd_outputs
         if self.settings.partitioner == "torch" and self.settings.budget is not None:
             return self._by_torch(joint, joint_inputs, keywords, graph)
+        settings = self.settings
+        if current is not None:  # the folder of documents is not among the settings that are pickled
+            settings = dataclasses.replace(settings, cache_dir=current.settings.cache_dir)
         try:
-            decision = decide(joint, self.settings, graph)
+            decision = decide(joint, settings, graph, current.snapshot if current else None)
         except Exception as error:  # whatever goes wrong in ours, the user's training goes on
             if self.settings.strict:
                 raise
@@ -122,14 +149,17 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         started = time.thread_time()
         halves = torchs_halves(joint, joint_inputs, keywords, self.settings)
         seconds = time.thread_time() - started
-        costs = Costs(joint, figures(joint.device), self.settings)
+        current = session.current()
+        snapshot = current.snapshot if current else load(joint.device, self.settings)
+        costs = Costs(joint, snapshot.device, self.settings)
         session.record(summarize_halves(graph, joint, costs, halves, seconds))
         return halves
 
     def uuid(self) -> Any:
-        """Key of the compile cache: every source file, every setting that matters, the device's figures."""
+        """Key of the compile cache: every source file, every setting that matters, what prices are made from."""
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        return ("remat", session.source_hash(), self.settings.cache_key(), repr(figures(device)))
+        figures = self.figures or load(device, self.settings).hash
+        return ("remat", session.source_hash(), self.settings.cache_key(), figures, registry.cache_key())
 
 
 def dump(decision: Decision, folder: Path) -> None:

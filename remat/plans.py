@@ -1,13 +1,14 @@
 """Choosing a plan: the default, one for a budget (budgets.py), or a random one for tests.
 
-The default plan is the one of least predicted time among the candidates whose saved bytes and whose peak are at most
-those of PyTorch's default cut. Candidates are that cut and the minimum cuts at a ladder of prices of a byte: vertices
-of the frontier, where no byte is kept that is not worth its price. (Between two vertices there are plans that are
-faster by a hair and keep as much as PyTorch: on the 12-layer GPT-2 211 MiB, where the vertex keeps 177.)
+The default plan is the one of lowest peak among the candidates that are predicted to be no worse than PyTorch's default
+cut in saved bytes, peak, FLOPs and time, and on a GPU in traffic and kernels. Candidates are that cut and the minimum
+cuts at a ladder of prices of a byte, vertices of the frontier, where no byte is kept that is not worth its price, and
+what lies between two of them.
 """
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from remat import costs as cost_model
 from remat import ops, torch_internals
 from remat.budgets import Certificate, PeakPlanner
 from remat.costs import Costs
+from remat.estimate import Estimate
 from remat.joint import JointGraph
 from remat.memory import Timeline, simulate
 from remat.mincut import CutSolver
@@ -40,15 +42,21 @@ FUSED_PEAK_MARGIN: Final = 0.04
 # The same on a GPU, where generated code shares buffers across more kernels: PyTorch's default plan of BERT, lowered
 # for an H200, has a peak 5.4% below the simulated one, and a plan simulated 4.2% lower came out 1.1% above it.
 GPU_PEAK_MARGIN: Final = 0.06
+# Of the time that the fastest plan gains on PyTorch's this share may be spent on a lower peak. Not all of it: the
+# predictions of two plans of one model are off against each other by some percent (bench.costs).
+TIME_SHARE: Final = 0.7
+# How often the stretch between two vertices of the frontier is halved: 1/32 of the model.
+BISECTIONS: Final = 5
 # A random plan draws each price as 10 to the power of a number below this: far apart, so that plans differ.
 RANDOM_DECADES: Final = 6
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan with what it costs."""
+    """A plan with what it costs; `estimate` is what a step of it takes under Inductor."""
 
     plan: Plan
+    estimate: Estimate
     seconds: float
     saved_bytes: int
     fused: bool
@@ -71,7 +79,21 @@ class Candidate:
         return (
             self.saved_bytes <= other.saved_bytes
             and self._op_by_op_peak_bytes <= other._op_by_op_peak_bytes
-            and self._fused_peak_bytes <= (1 - margin) * other._fused_peak_bytes
+            and self.fused_peak_bytes <= (1 - margin) * other.fused_peak_bytes
+        )
+
+    def runs_within(self, other: Candidate) -> bool:
+        """Whether a step is predicted to take no more time under Inductor than the other's, and no more FLOPs.
+
+        On a GPU, where traffic is what takes time, no more traffic and kernels either. On a CPU what bounds a kernel is
+        often tanh or exp: saving their results moves more bytes and takes less time (GPT-2: 8% and 8%).
+        """
+        mine, theirs = self.estimate, other.estimate
+        if mine.extern_flops > theirs.extern_flops or mine.step_seconds > theirs.step_seconds:
+            return False
+        return self.plan.joint.device.type == "cpu" or (
+            mine.lowering.traffic_bytes <= theirs.lowering.traffic_bytes
+            and mine.lowering.kernel_count <= theirs.lowering.kernel_count
         )
 
     @cached_property
@@ -79,7 +101,7 @@ class Candidate:
         return simulate(self.plan, fused=False).peak_bytes
 
     @cached_property
-    def _fused_peak_bytes(self) -> int:
+    def fused_peak_bytes(self) -> int:
         return simulate(self.plan, fused=True).peak_bytes
 
 
@@ -147,7 +169,8 @@ class Planner:
         )
         count_bytes = sum(cost_model.saved_bytes(node) for node in plan.saved)
         fused = self.settings.inner == "inductor"
-        return Candidate(plan, price / cost_model.FEMTOSECONDS, count_bytes, fused, self.scratch)
+        seconds = price / cost_model.FEMTOSECONDS
+        return Candidate(plan, Estimate(plan, self.costs), seconds, count_bytes, fused, self.scratch)
 
     @cached_property
     def scratch(self) -> dict[fx.Node, int]:
@@ -186,39 +209,47 @@ class Planner:
     # --- choices -------------------------------------------------------------------------------------------
 
     def default(self, torch_default: Candidate) -> Candidate:
-        """The first vertex within PyTorch's bytes and peak, if faster; with weights of one's own, the plain cut."""
+        """The lowest peak that is predicted to be no slower than PyTorch's plan; with weights of one's own, the cut."""
         if not self.settings.weights_are_default():
             return self.cut(0)
-        valid = why_invalid(torch_default.plan, self.rules) is None
-        candidate, before = torch_default, None
-        for price in self.ladder():
-            candidate = self.cut(price)
-            if valid and candidate.seconds >= torch_default.seconds:
-                break  # a higher price of bytes never makes a plan faster
-            if candidate.fits_within(torch_default):
-                return candidate
-            before = price
-        else:
-            return torch_default if valid else self._fastest_vertex(torch_default.saved_bytes)
-        if before is None:
-            return torch_default
-        # No vertex will do: the cheaper one keeps too much, the dearer one is slower than PyTorch's cut.
-        between = self._between(before, price, lambda found: found.fits_within(torch_default))
-        fitting = [found for found in between if found.fits_within(torch_default)]
-        return min([*fitting, torch_default], key=lambda found: found.seconds)
+        if why_invalid(torch_default.plan, self.rules) is not None:
+            return self._fastest_vertex(torch_default.saved_bytes)
+        prices = self.ladder()
+        fastest, ours = self._at(prices[0]).estimate.step_seconds, torch_default.estimate.step_seconds
+        allowed = min(ours, fastest + TIME_SHARE * (ours - fastest))
 
-    def _between(self, low: int, high: int, fits: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+        def is_too_slow(found: Candidate) -> bool:
+            return found.estimate.step_seconds > allowed or not found.runs_within(torch_default)
+
+        # A higher price of bytes never makes a plan faster: the dearest one at which it is still fast enough.
+        count = bisect.bisect(prices, False, key=lambda price: is_too_slow(self._at(price)))
+        tried = [self._at(price) for price in prices[:count]]
+        if 0 < count < len(prices):
+            tried += self._between(prices[count - 1], prices[count], is_too_slow)
+        fitting = [found for found in tried if found.fits_within(torch_default) and not is_too_slow(found)]
+        return min([*fitting, torch_default], key=lambda found: (found.fused_peak_bytes, found.estimate.step_seconds))
+
+    @cached_property
+    def _cuts(self) -> dict[int, Candidate]:
+        return {}
+
+    def _at(self, byte_price: int) -> Candidate:
+        if byte_price not in self._cuts:
+            self._cuts[byte_price] = self.cut(byte_price)
+        return self._cuts[byte_price]
+
+    def _between(self, low: int, high: int, gives_up_too_much: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Plans between two neighbours of the frontier, which for a model of equal layers lie far apart.
 
         The early values pay the high price, the late ones the low: what is recomputed in one stretch is then the
         beginning of the model, when the saved values of the rest are gone.
         """
         first, last = 0, len(self.joint.nodes)
-        while last - first > 1:
+        for _ in range(BISECTIONS):
             middle = (first + last) // 2
             candidate = self.cut(high, "cut", middle, low)
             yield candidate
-            first, last = (first, middle) if fits(candidate) else (middle, last)
+            first, last = (first, middle) if gives_up_too_much(candidate) else (middle, last)
 
     def smallest(self) -> Candidate:
         """The plan that saves fewest bytes (its peak need not be low): among equals the fastest."""

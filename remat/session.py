@@ -28,6 +28,7 @@ from remat import report, torch_internals
 from remat.errors import RematWarning
 from remat.report import PlanSummary
 from remat.settings import Settings
+from remat.snapshot import Snapshot
 
 _CURRENT: ContextVar[Session | None] = ContextVar("remat_session", default=None)
 _SUMMARIES: list[PlanSummary] = []
@@ -39,6 +40,7 @@ class Session:
 
     graph: str
     settings: Settings
+    snapshot: Snapshot
     summaries: list[PlanSummary] = field(default_factory=list)
     joint: fx.GraphModule | None = None
     num_fwd_outputs: int = 0
@@ -70,9 +72,9 @@ def record(summary: PlanSummary) -> None:
 
 
 @contextmanager
-def compiling(graph: str, settings: Settings) -> Iterator[Session]:
+def compiling(graph: str, settings: Settings, snapshot: Snapshot) -> Iterator[Session]:
     """Open a session; the partitioner finds it by `current()`."""
-    session = Session(graph, settings)
+    session = Session(graph, settings, snapshot)
     token = _CURRENT.set(session)
     try:
         yield session

@@ -30,6 +30,9 @@ class Settings:
     budget: Budget = None
     partitioner: str = "remat"
     plan_seed: int | None = None
+    cost: str = "roofline"
+    cache_dir: str | None = None
+    tune: int = 0
     inner: str = "inductor"
     strict: bool = False
     check: bool = False
@@ -147,6 +150,13 @@ def _integer(value: Any) -> int:
     return int(value)
 
 
+def _count(value: Any) -> int:
+    number = _integer(value)
+    if number < 0:
+        raise ValueError
+    return number
+
+
 def _one_of(*choices: str) -> Callable[[Any], str]:
     def parsed(value: Any) -> str:
         if value not in choices:
@@ -186,6 +196,21 @@ TABLE: Final[tuple[Setting, ...]] = (
     Setting(
         "plan_seed", _optional(_integer), "none or an integer",
         "Take a random valid plan drawn from this seed, to test that every plan gives the same gradients.",
+    ),
+    Setting(
+        "cost", _one_of("roofline", "profile", "learned"), "roofline, profile or learned",
+        "Where prices come from: figures of the device, operators of the graph timed on it, or a regression over what "
+        "was timed.",
+    ),
+    Setting(
+        "cache_dir", _optional(_path), "none or a folder",
+        "Where calibration, timings and tuned choices are kept; none: `remat` in the user's cache folder.",
+        in_cache_key=False,
+    ),
+    Setting(
+        "tune", _count, "a whole number >= 0",
+        "Compile the so many most promising plans, time a step of each, keep the fastest (remembered on disk); "
+        "0: trust the prices.",
     ),
     Setting(
         "inner", _one_of("inductor", "eager"), "inductor or eager",

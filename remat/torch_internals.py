@@ -34,6 +34,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
+from torch._library.custom_ops import CustomOpDef
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.proxy_tensor import is_sym_node
 from torch.utils._ordered_set import OrderedSet
@@ -61,9 +62,10 @@ must_be_in_backward: Callable[[fx.Node], bool] = partitioners._must_be_in_backwa
 
 # Operators that draw nothing themselves: they compute random numbers from a seed that is an argument.
 LOOKUP_SEED = torch.ops.prims.inductor_lookup_seed.default
+RANDOM = torch.ops.prims.inductor_random.default
 SEEDED_OPERATORS: tuple[Any, ...] = (
     LOOKUP_SEED,
-    torch.ops.prims.inductor_random.default,
+    RANDOM,
     torch.ops.prims.inductor_randint.default,
 )
 
@@ -181,6 +183,33 @@ def real_tensors() -> Iterator[None]:
 
     with unset_fake_temporarily(), _disable_current_modes():
         yield
+
+
+def overload_of(operator: Any) -> Any:
+    """What a graph calls for an operator made by `torch.library.custom_op`; None for anything else."""
+    return operator._opoverload if isinstance(operator, CustomOpDef) else None
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made meanwhile have sizes and a device, and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        yield
+
+
+def runs_as_torch_has_it(target: Any) -> bool:
+    """Whether Inductor calls this operator, since it has no lowering for it or one that always falls back."""
+    from torch._inductor import lowering
+
+    found = lowering.lowerings.get(target)
+    return found is None or found.__qualname__.startswith("fallback_handler.")
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Let the current stream spin for so many clock cycles, while the host queues work behind it."""
+    torch.cuda._sleep(cycles)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Shared settings of the tests: one torch thread, fixed seeds, no compiled state left over between tests."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,11 +10,16 @@ import torch
 import remat  # noqa: F401  registers the backend for a checkout that is not installed
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test compiles anew, from the same random state, and with no REMAT_* of the caller's shell."""
-    import os
+@pytest.fixture(scope="session")
+def empty_caches(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for the user's caches without a calibration: plans must not depend on who runs the tests."""
+    return str(tmp_path_factory.mktemp("caches"))
 
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch, empty_caches: str) -> Iterator[None]:
+    """Every test compiles anew, from the same random state, and with no REMAT_* or calibration of the caller's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", empty_caches)
     for name in list(os.environ):
         if name.startswith("REMAT_"):
             monkeypatch.delenv(name)

@@ -28,6 +28,9 @@ OTHER: dict[str, tuple[Any, str, Any]] = {
     "budget": (0.5, "0.5", 0.5),
     "partitioner": ("torch", "torch", "torch"),
     "plan_seed": (3, "3", 3),
+    "cost": ("learned", "learned", "learned"),
+    "cache_dir": ("folder", "folder", "folder"),
+    "tune": (3, "3", 3),
     "inner": ("eager", "eager", "eager"),
     "strict": (True, "1", True),
     "check": (True, "yes", True),
@@ -51,6 +54,9 @@ BAD: dict[str, list[Any]] = {
     ],
     "partitioner": ["Torch", "xla", None, 1, ""],
     "plan_seed": [True, 1.5, "one", "", math.nan, math.inf, [1]],
+    "cost": ["Roofline", "measured", "", None, 1],
+    "cache_dir": ["", 3, b"bytes"],
+    "tune": [-1, 1.5, True, None, "", "many", math.nan, math.inf, [1]],
     "inner": ["aot_eager", "", None, 0],
     "strict": ["maybe", 2, -1, None, "", 0.5],
     "check": ["maybe", 2, -1, None, "", [True]],
@@ -116,7 +122,12 @@ def test_bad_option_is_an_error_that_names_it_its_value_and_what_is_allowed(name
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [(name, bad) for name, values in BAD.items() for bad in values if isinstance(bad, str) and name != "dump"],
+    [
+        (name, bad)
+        for name, values in BAD.items()
+        for bad in values
+        if isinstance(bad, str) and name not in ("dump", "cache_dir")
+    ],
     ids=shortly,
 )
 def test_bad_variable_is_an_error_that_names_it_its_value_and_what_is_allowed(name: str, bad: str):
@@ -223,8 +234,8 @@ def test_cache_key_changes_with_every_setting_that_changes_the_code(name: str):
     assert (key != other) == row.in_cache_key
 
 
-def test_only_logging_stays_out_of_the_cache_key():
-    assert [row.name for row in TABLE if not row.in_cache_key] == ["log"]
+def test_only_logging_and_the_folder_of_documents_stay_out_of_the_cache_key():
+    assert [row.name for row in TABLE if not row.in_cache_key] == ["cache_dir", "log"]
 
 
 def test_settings_are_hashable_and_survive_pickling():
