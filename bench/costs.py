@@ -4,8 +4,8 @@
     python -m bench.costs --part default,half
 
 Three parts. `predict`: eight plans of each model compiled and timed in turns, beside what each source of prices
-(`roofline`, `profile`, `learned`) predicts from a calibration made just before. `default`: the default plan, without any
-calibration, against Inductor's in pairs of steps, with what both generate (a dry run). `half`: the plan at budget 0.5
+(`roofline`, `profile`, `learned`) predicts from a calibration made just before. `default`: the default plan, without
+any calibration, against Inductor's in pairs of steps, with what both generate (a dry run). `half`: the plan at budget 0.5
 beside random plans of no higher predicted peak. Rows that were measured with the same sources are not measured again.
 """
 
@@ -156,7 +156,7 @@ def _setup() -> None:
     inductor_config.compile_threads = 1
 
 
-# --- predicted and measured -----------------------------------------------------------------------------------------
+# --- predicted and measured --------------------------------------------------------------------------------------
 
 
 def predicted_rows(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -215,7 +215,7 @@ def _profiling_seconds(decision: Decision) -> tuple[float, float]:
     return spent[0], spent[1]
 
 
-# --- the default plan ----------------------------------------------------------------------------------------------------
+# --- the default plan --------------------------------------------------------------------------------------------
 
 
 def default_rows(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -292,7 +292,7 @@ def _parts(candidate: Candidate) -> dict[str, float]:
     return parts
 
 
-# --- half of the default plan's peak -----------------------------------------------------------------------------------
+# --- half of the default plan's peak -----------------------------------------------------------------------------
 
 
 def half_rows(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
