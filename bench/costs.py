@@ -5,8 +5,8 @@
 
 Three parts. `predict`: eight plans of each model compiled and timed in turns, beside what each source of prices
 (`roofline`, `profile`, `learned`) predicts from a calibration made just before. `default`: the default plan, without
-any calibration, against Inductor's in pairs of steps, with what both generate (a dry run). `half`: the plan at budget 0.5
-beside random plans of no higher predicted peak. Rows that were measured with the same sources are not measured again.
+any calibration, against Inductor's in pairs of steps, with what both generate (a dry run). `half`: the plan at budget
+0.5 beside random plans of no higher predicted peak. Rows measured with the same sources are not measured again.
 """
 
 import argparse
