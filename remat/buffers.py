@@ -201,8 +201,9 @@ def _through(view: Any, layout: Layout) -> Layout:
     tensor = torch.empty_strided(*layout, device="meta")
     try:
         result = view.target(tensor, *arguments[1:], **keywords)
-    except RuntimeError:
-        # A view of a layout that Inductor computes on the fly and that memory could not have.
+    except (RuntimeError, ValueError):
+        # A view of a layout that Inductor computes on the fly and that memory could not have; torch's own code raises
+        # the one, its Python references, which run while something is traced, the other.
         return contiguous(_sizes(view.meta["val"].shape))
     if isinstance(result, torch.Tensor):
         return tuple(result.shape), tuple(result.stride())
