@@ -81,13 +81,20 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 class Load:
     """A buffer read over the reader's axes, and how many of its elements at most.
 
-    indirect: where it is read depends on data; a kernel of several buffers then counts as reading all of it.
+    offset: of the first element read. indirect: where it is read depends on data; a kernel of several buffers then
+        counts as reading all of it.
     """
 
     buffer: int
     layout: Layout
     count: int
     indirect: bool = False
+    offset: int = 0
+
+    @property
+    def place(self) -> tuple[int, Layout, int]:
+        """What two loads must have in common to be one."""
+        return self.buffer, self.layout, self.offset
 
 
 @dataclass(eq=False)
@@ -192,11 +199,11 @@ def broadcast(layout: Layout, shape: Sequence[int]) -> Layout:
     return tuple(shape), padded
 
 
-_viewed: dict[tuple[fx.Node | _Piece, Layout], Layout] = {}
+_viewed: dict[tuple[fx.Node | _Piece, Layout], tuple[Layout, int]] = {}
 
 
-def _through(view: Any, layout: Layout) -> Layout:
-    """What a view makes of a layout; a copy where no strides can say it."""
+def _through(view: Any, layout: Layout) -> tuple[Layout, int]:
+    """What a view makes of a layout, and how far it moves the beginning; a copy where no strides can say it."""
     arguments, keywords = torch.utils._pytree.tree_map(_plain, (view.args, view.kwargs))
     tensor = torch.empty_strided(*layout, device="meta")
     try:
@@ -204,10 +211,10 @@ def _through(view: Any, layout: Layout) -> Layout:
     except (RuntimeError, ValueError):
         # A view of a layout that Inductor computes on the fly and that memory could not have; torch's own code raises
         # the one, its Python references, which run while something is traced, the other.
-        return contiguous(_sizes(view.meta["val"].shape))
+        result = None
     if isinstance(result, torch.Tensor):
-        return tuple(result.shape), tuple(result.stride())
-    return contiguous(_sizes(view.meta["val"].shape))
+        return (tuple(result.shape), tuple(result.stride())), int(result.storage_offset())
+    return contiguous(_sizes(view.meta["val"].shape)), 0
 
 
 def _plain(value: Any) -> Any:
@@ -278,14 +285,15 @@ class Half:
     def _loads(self, value: Value) -> list[Load]:
         found = []
         for load in value.cell.loads:
-            layout, count = load.layout, load.count
+            layout, count, offset = load.layout, load.count, load.offset
             for view in value.views:
                 key = (view, layout)
                 if key not in _viewed:
                     _viewed[key] = _through(view, layout)
-                layout = _viewed[key]
+                layout, moved = _viewed[key]
+                offset += moved
                 count = min(count, math.prod(layout[0]))
-            found.append(Load(load.buffer, layout, count, load.indirect))
+            found.append(Load(load.buffer, layout, count, load.indirect, offset))
         return found
 
     def _realize(self, cell: Cell) -> Buffer:
@@ -376,7 +384,7 @@ class Half:
         """A cell that computes a tensor from values, element by element, or from wherever its elements lie."""
         cell = Cell(_sizes(tensor.shape), tensor.dtype.itemsize, (step,))
         total = math.prod(cell.shape)
-        loads: dict[tuple[int, Layout], Load] = {}
+        loads: dict[tuple[int, Layout, int], Load] = {}
         for place, value in enumerate(values):
             for load in self._loads(value):
                 indirect = gathers and place == 0 and load.layout[0] != cell.shape
@@ -388,7 +396,8 @@ class Half:
                 else:
                     layout = broadcast(load.layout, cell.shape)
                 count, indirect = min(load.count, total), indirect or load.indirect
-                loads[load.buffer, layout] = Load(load.buffer, layout, count, indirect)
+                found = Load(load.buffer, layout, count, indirect, load.offset)
+                loads[found.place] = found
             cell.steps |= value.cell.steps
             cell.heavy |= value.cell.heavy
             cell.operations += value.cell.operations
@@ -440,7 +449,8 @@ class Half:
         for value in given:
             for load in self._loads(value):
                 layout = broadcast(load.layout, shape)
-                loads[load.buffer, layout] = replace(load, layout=layout)
+                found = replace(load, layout=layout)
+                loads[found.place] = found
         adding.loads = (*loads.values(), Load(target.index, contiguous(shape), math.prod(shape), True))
         adding.steps |= frozenset(step for value in given for step in value.cell.steps)
         written = self._realize(adding)
@@ -467,11 +477,12 @@ class Half:
         """One reduction: a buffer that iterates over what it reads."""
         shape = _sizes(tensors_of(node.all_input_nodes[0].meta.get("val"))[0].shape)
         axes = _axes(node, len(shape))
-        loads: dict[tuple[int, Layout], Load] = {}
+        loads: dict[tuple[int, Layout, int], Load] = {}
         for value in values:
             for load in self._loads(value):
                 layout = broadcast(load.layout, shape)
-                loads[load.buffer, layout] = replace(load, layout=layout)
+                found = replace(load, layout=layout)
+                loads[found.place] = found
         cell = Cell(_sizes(tensor.shape), tensor.dtype.itemsize)
         buffer = self._new(cell.shape, cell.itemsize, step)
         buffer.steps = frozenset((step,)).union(*(value.cell.steps for value in values))

@@ -195,7 +195,7 @@ class Costs:
 
     def extern_seconds(self, node: fx.Node) -> float:
         """One run of an operator outside of generated kernels: as timed or learned, else by the roofline."""
-        return self.known_seconds.get(node) or self._extern_seconds(node)
+        return self.known_seconds[node] if node in self.known_seconds else self._extern_seconds(node)
 
     def _extern_seconds(self, node: fx.Node) -> float:
         moved = self.move_seconds(moved_bytes(node))

@@ -91,18 +91,18 @@ class _Group:
         self.buffers = list(buffers)
         self.loops = buffers[0].loops or ((), ())
         self.outer: tuple[int, ...] | None = None  # the shared loop over rows, once there is one
-        self.reads: dict[tuple[int, Layout], int] = {}
+        self.reads: dict[tuple[int, Layout, int], int] = {}
         self.indirect: set[int] = set()
-        self.writes: dict[tuple[int, Layout], int] = {}
+        self.writes: dict[tuple[int, Layout, int], int] = {}
         for buffer in buffers:
             self._add(buffer)
 
     def _add(self, buffer: Buffer) -> None:
         for load in buffer.loads:
-            self.reads[load.buffer, normal(load.layout)] = load.count
+            self.reads[load.buffer, normal(load.layout), load.offset] = load.count
             if load.indirect:
                 self.indirect.add(load.buffer)
-        self.writes[buffer.index, normal(contiguous(buffer.shape))] = math.prod(buffer.shape)
+        self.writes[buffer.index, normal(contiguous(buffer.shape)), 0] = math.prod(buffer.shape)
 
     @property
     def reduces(self) -> bool:
@@ -165,7 +165,7 @@ class _Fuser:
         """Pairs of groups that share memory and may fuse, the best kind of them, the most promising first."""
         users: dict[int, list[int]] = defaultdict(list)
         for place, group in self.groups.items():
-            for buffer in dict.fromkeys([index for index, _ in group.reads] + [index for index, _ in group.writes]):
+            for buffer in dict.fromkeys([index for index, *_ in group.reads] + [index for index, *_ in group.writes]):
                 users[buffer].append(place)
         pairs: dict[tuple[int, int], tuple[int, int, int, int]] = {}
         for sharing in users.values():
@@ -207,14 +207,14 @@ class _Fuser:
     def _something_between(self, one: int, two: int) -> bool:
         """Whether what the second reads besides the first needs the first."""
         group = self.groups[two]
-        sources = {index for index, _ in group.reads} | {index for b in group.buffers for index in b.after}
+        sources = {index for index, *_ in group.reads} | {index for b in group.buffers for index in b.after}
         places = {self.group_of[index] for index in sources} - {one, two}
         return any(self.ancestors[place] & self.members[one] for place in places)
 
     def _lined_up(self, first: _Group, second: _Group) -> bool:
         """Whether the second reads what the first writes in the order of the writing."""
-        written = {index: layout for index, layout in first.writes}  # noqa: C416  a dict of pairs, not of counts
-        return all(layout == written[index] for index, layout in second.reads if index in written)
+        written = {index: (layout, offset) for index, layout, offset in first.writes}
+        return all((at, offset) == written[index] for index, at, offset in second.reads if index in written)
 
     def _fits(self, first: _Group, second: _Group) -> bool:
         """Whether two can run in one loop nest."""
@@ -334,7 +334,7 @@ class _Fuser:
     def _generated(self, place: int, group: _Group, readers: dict[int, set[int]]) -> Kernel:
         own = {buffer.index for buffer in group.buffers}
         counts: dict[int, int] = defaultdict(int)
-        for (index, _), count in group.reads.items():
+        for (index, *_), count in group.reads.items():
             if index not in own:
                 buffer = self.size[index]
                 whole = index in group.indirect and len(group.buffers) > 1

@@ -300,7 +300,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _seconds(operator: Operator, call: Call, device: torch.device, allowed: float) -> float | None:
-    if 2 * operator.bytes > _free_bytes(device):
+    if 2 * operator.bytes > free_bytes(device):
         logger.info("%s is not timed: it would take more than half of the free memory", operator.key)
         return None
     try:
@@ -371,7 +371,8 @@ def _timed_on_gpu(run: Callable[[], Any], count: int) -> list[float]:
     return [max(start.elapsed_time(end) * 1e-3, 1e-9) for start, end in pairs]
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be had on a device; where a CPU's system does not tell, all of its memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -69,11 +69,18 @@ def seconds_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, float]:
 
 
 def cache_key() -> tuple[tuple[str, str, bool], ...]:
-    """Everything registered, for the compile cache; a function counts by its qualified name."""
-    return tuple(
-        (name, getattr(entry.seconds, "__qualname__", repr(entry.seconds)), entry.recomputable)
-        for name, entry in sorted(_registered.items())
-    )
+    """Everything registered, for the compile cache; a function counts by its code and what it closes over."""
+    return tuple((name, _text(entry.seconds), entry.recomputable) for name, entry in sorted(_registered.items()))
+
+
+def _text(seconds: Seconds) -> str:
+    if not callable(seconds):
+        return repr(seconds)
+    code = getattr(seconds, "__code__", None)
+    if code is None:
+        return repr(seconds)
+    closed = [cell.cell_contents for cell in getattr(seconds, "__closure__", None) or ()]
+    return repr((code.co_code.hex(), code.co_consts, code.co_names, getattr(seconds, "__defaults__", None), closed))
 
 
 def _value(argument: Any) -> Any:

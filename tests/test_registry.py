@@ -95,6 +95,15 @@ def test_registering_changes_the_key_of_the_compile_cache() -> None:
     remat.register_op(OP, seconds=1e-5)
     assert remat.Partitioner().uuid() != before
 
+    def price(share: float) -> Any:
+        return lambda x: share * x.numel()
+
+    keys = []
+    for share in (1e-9, 1e-3, 1e-9):
+        remat.register_op(OP, seconds=price(share))
+        keys.append(registry.cache_key())
+    assert keys[0] == keys[2] != keys[1], "a function is known by what it computes"
+
 
 def test_gradients_are_right_when_it_runs_twice() -> None:
     remat.register_op(OP, recomputable=True)
