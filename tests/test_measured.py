@@ -184,7 +184,7 @@ def test_an_operator_that_does_not_run_is_logged_and_left_out(monkeypatch: pytes
 
 
 def test_an_operator_that_would_fill_the_memory_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measured, "_free_bytes", lambda device: 100)
+    monkeypatch.setattr(measured, "free_bytes", lambda device: 100)
     assert measured.time_operators(product(16, 8, 4), {}, 5.0) == []
 
 
