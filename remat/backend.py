@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat import registry, session, settings, snapshot, torch_internals
+from remat import registry, session, settings, snapshot, torch_internals, tune
 from remat.check import Check, make_check
 from remat.eager import compile_op_by_op
 from remat.errors import SettingError
@@ -38,23 +38,52 @@ def remat(
         raise SettingError("partitioner=torch takes no budget in bytes: a fraction of saved bytes in (0, 1], or min")
     resolved = _with_torchs_budget(resolved)
     patches = torch_internals.inductor_patches(mode, rest)
-    prices = snapshot.load(_device(example_inputs), resolved)
-    patches["custom_partitioner_fn"] = Partitioner(resolved.for_compiled_code(), prices.hash)
-    key = (resolved.cache_key(), prices.hash, registry.cache_key(), sorted(map(repr, patches.items())))
-    graph = session.graph_hash(gm, example_inputs, key)
-    with session.compiling(graph, resolved, prices) as compilation, ExitStack() as stack:
-        bypass = resolved.inner == "eager" or resolved.check or resolved.dump is not None
-        if bypass:
-            # These must see the partitioner run, or make code that no cache can hold.
-            patches["fx_graph_cache"] = False
-            stack.enter_context(torch_internals.without_compile_caches())
-        check = make_check(compilation)
-        compiled = torch_internals.compile_with_inductor(
-            gm, example_inputs, patches, lambda inner: _inner_compiler(inner, resolved, check, patches)
-        )
-        if not bypass:
-            _keep_summaries(compilation)
-    return compiled
+    device = _device(example_inputs)
+    call = _Call(tuple(example_inputs), resolved, patches, snapshot.load(device, resolved))
+    # A trial checks and dumps nothing.
+    trial = dataclasses.replace(call, settings=dataclasses.replace(resolved, check=False, dump=None), is_trial=True)
+    return call.compile(gm, tune.choose(gm, example_inputs, resolved, call.graph_hash(gm), device, trial.compile))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call of the backend: what every compilation of its graph is made from."""
+
+    example_inputs: tuple[Any, ...]
+    settings: Settings
+    patches: dict[str, Any]
+    prices: snapshot.Snapshot
+    is_trial: bool = False
+
+    def compile(self, gm: fx.GraphModule, choice: int) -> Any:
+        """Compile by one of the promising plans (tune.py); Inductor may write into `gm`."""
+        resolved, patches = self.settings, self._patches(choice)
+        compiling = session.compiling(self.graph_hash(gm, choice), resolved, self.prices, self.is_trial)
+        with compiling as compilation, ExitStack() as stack:
+            bypass = resolved.inner == "eager" or resolved.check or resolved.dump is not None
+            if bypass:
+                # These must see the partitioner run, or make code that no cache can hold.
+                patches["fx_graph_cache"] = False
+                stack.enter_context(torch_internals.without_compile_caches())
+            if self.is_trial:
+                stack.enter_context(torch_internals.backward_compiled_at_once())
+            check = make_check(compilation)
+            compiled = torch_internals.compile_with_inductor(
+                gm, self.example_inputs, patches, lambda inner: _inner_compiler(inner, resolved, check, patches)
+            )
+            if not bypass and not self.is_trial:
+                _keep_summaries(compilation)
+        return compiled
+
+    def graph_hash(self, gm: fx.GraphModule, choice: int = 0) -> str:
+        """The hash of the graph, under these settings and compiled by this plan."""
+        patches = sorted(map(repr, self._patches(choice).items()))
+        key = (self.settings.cache_key(), self.prices.hash, registry.cache_key(), patches)
+        return session.graph_hash(gm, self.example_inputs, key)
+
+    def _patches(self, choice: int) -> dict[str, Any]:
+        partitioner = Partitioner(self.settings.for_compiled_code(), self.prices.hash, choice)
+        return {**self.patches, "custom_partitioner_fn": partitioner}
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

@@ -18,6 +18,7 @@ from torch import fx
 from remat import measured, passes, registry, session, torch_internals
 from remat import network as flow
 from remat.costs import Costs
+from remat.errors import RematError
 from remat.joint import JointGraph
 from remat.passes.normalize import copy_graph
 from remat.passes.partition import Partition
@@ -40,18 +41,25 @@ class Decision:
     summary: PlanSummary
 
 
-def decide(joint: JointGraph, settings: Settings, graph: str = "", snapshot: Snapshot | None = None) -> Decision:
+class NoSuchPlan(RematError):
+    """There are fewer promising plans than were asked for, or none can be made."""
+
+
+def decide(
+    joint: JointGraph, settings: Settings, graph: str = "", snapshot: Snapshot | None = None, choice: int = 0
+) -> Decision:
     """The whole pipeline: normalize, price, cut, plan, split, reorder, verify.
 
     snapshot: what prices are made from; None: what the store has for the graph's device.
-    Raises UnsupportedGraph, UnsatisfiableCut or InvalidPlan; the graph given is left as it was.
+    choice: which of the promising plans to take; 0: the one that the prices tell.
+    Raises UnsupportedGraph, UnsatisfiableCut, InvalidPlan or NoSuchPlan; the graph given is left as it was.
     """
     started = time.thread_time()
     snapshot = snapshot or load(joint.device, settings)
     joint = passes.prepare(joint, settings)
     in_bytes = isinstance(settings.budget, int)
     with no_collection(), torch_internals.sizes_at_hand() if in_bytes else contextlib.nullcontext():
-        return _decide(joint, settings, graph, snapshot, started)
+        return _decide(joint, settings, graph, snapshot, choice, started)
 
 
 @contextlib.contextmanager
@@ -69,11 +77,18 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _decide(joint: JointGraph, settings: Settings, graph: str, snapshot: Snapshot, started: float) -> Decision:
+def _decide(
+    joint: JointGraph, settings: Settings, graph: str, snapshot: Snapshot, choice: int, started: float
+) -> Decision:
     costs = Costs(joint, snapshot.device, settings, known_seconds(joint, snapshot, settings))
     rules = make_rules(joint, settings)
     planner = Planner(joint, costs, rules, settings)
-    chosen, reference = planner.choose()
+    chosen, reference = planner.chosen
+    if choice:
+        promising = planner.promising(settings.tune)
+        if choice >= len(promising):
+            raise NoSuchPlan(f"plan {choice + 1} of {len(promising)} promising ones")
+        chosen = promising[choice]
     partition = passes.rewrite(chosen.plan, rules)
     summary = summarize(graph, chosen, reference, planner, time.thread_time() - started)
     return Decision(joint, chosen, planner, partition, summary)
@@ -109,13 +124,18 @@ class Partitioner(torch_internals.CustomPartitionerFn):
     """remat as Inductor's `custom_partitioner_fn`. Plain values only: Inductor copies and pickles it.
 
     figures: the hash of the snapshot that prices are made from; empty: of what the store has when asked.
+    choice: which of the promising plans to take (tune.py).
     """
 
     settings: Settings = field(default_factory=Settings)
     figures: str = ""
+    choice: int = 0
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
-        """Partition; what remat cannot handle goes to PyTorch's partitioner with one warning, unless strict."""
+        """Partition; what remat cannot handle goes to PyTorch's partitioner with one warning, unless strict.
+
+        In a trial it ends that trial by NoSuchPlan instead: the compilation that counts tells about it.
+        """
         static = tuple(keywords.get("static_lifetime_input_indices") or ())
         joint = JointGraph(gm, keywords["num_fwd_outputs"], static)
         current = session.current()
@@ -129,10 +149,12 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         if current is not None:  # the folder of documents is not among the settings that are pickled
             settings = dataclasses.replace(settings, cache_dir=current.settings.cache_dir)
         try:
-            decision = decide(joint, settings, graph, current.snapshot if current else None)
+            decision = decide(joint, settings, graph, current.snapshot if current else None, self.choice)
         except Exception as error:  # whatever goes wrong in ours, the user's training goes on
             if self.settings.strict:
                 raise
+            if current is not None and current.is_trial:
+                raise NoSuchPlan(f"{type(error).__name__}: {error}") from error
             reason = f"{type(error).__name__}: {error}"
             session.record(PlanSummary(graph, "fallback", reason=reason))
             copy = copy_graph(joint, self.settings).module
@@ -159,7 +181,8 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         """Key of the compile cache: every source file, every setting that matters, what prices are made from."""
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         figures = self.figures or load(device, self.settings).hash
-        return ("remat", session.source_hash(), self.settings.cache_key(), figures, registry.cache_key())
+        key = self.settings.cache_key(), self.choice
+        return ("remat", session.source_hash(), key, figures, registry.cache_key())
 
 
 def dump(decision: Decision, folder: Path) -> None:

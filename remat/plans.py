@@ -9,6 +9,7 @@ what lies between two of them.
 from __future__ import annotations
 
 import bisect
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -47,6 +48,16 @@ GPU_PEAK_MARGIN: Final = 0.06
 TIME_SHARE: Final = 0.7
 # How often the stretch between two vertices of the frontier is halved: 1/32 of the model.
 BISECTIONS: Final = 5
+# Plans predicted to be slower than the chosen one by more than this are not worth compiling to be timed. A judgement:
+# the predictions of two plans of one model are off against each other by some percent (bench.costs).
+PROMISING: Final = 0.15
+# Between two vertices plans are looked for that change from one to the other at each of these parts of the model. A
+# judgement.
+STRETCHES: Final = 4
+# Under a budget plans are looked for at so many smaller ones, each a step of the budget below the last: near enough for
+# the same speed, far enough for another plan. A judgement.
+BUDGET_STEP: Final = 0.03
+BUDGET_STEPS: Final = 6
 # A random plan draws each price as 10 to the power of a number below this: far apart, so that plans differ.
 RANDOM_DECADES: Final = 6
 
@@ -67,6 +78,11 @@ class Candidate:
     def timeline(self) -> Timeline:
         """The plan as it will run."""
         return simulate(self.plan, self.fused, lambda node: self.scratch.get(node, 0))
+
+    @property
+    def runs(self) -> tuple[tuple[fx.Node, ...], ...]:
+        """What tells two plans apart: saved values, and the runs of forward and backward in order."""
+        return self.plan.saved, self.plan.forward, self.plan.backward
 
     @property
     def peak_bytes(self) -> int:
@@ -105,6 +121,16 @@ class Candidate:
         return simulate(self.plan, fused=True).peak_bytes
 
 
+def has_alternatives(settings: Settings) -> bool:
+    """Whether other plans keep what the settings ask for.
+
+    None does where they ask for PyTorch's plan, a random one, the smallest peak, or the cut at weights of one's own.
+    """
+    if settings.partitioner == "torch" or settings.plan_seed is not None or settings.budget == "min":
+        return False
+    return settings.budget is not None or settings.weights_are_default()
+
+
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Everything a plan is made from."""
@@ -116,22 +142,22 @@ class Planner:
 
     def choose(self) -> tuple[Candidate, Candidate]:
         """The plan the settings ask for, and PyTorch's default for comparison."""
-        torch_default = self.torch_default()
-        if self.settings.partitioner == "torch":
-            return torch_default, torch_default
-        if self.settings.plan_seed is not None:
-            return self.random(self.settings.plan_seed), torch_default
-        obeying = self._obeying_the_rules(torch_default)
-        default = self.default(obeying)
-        if self.settings.budget is None:
-            return default, torch_default
-        return self.within(default, obeying), torch_default
+        return self.chosen
 
-    def within(self, default: Candidate, torch_default: Candidate) -> Candidate:
+    @cached_property
+    def chosen(self) -> tuple[Candidate, Candidate]:
+        """What `choose` gives, made once."""
+        if self.settings.partitioner == "torch":
+            return self._torchs, self._torchs
+        if self.settings.plan_seed is not None:
+            return self.random(self.settings.plan_seed), self._torchs
+        if self.settings.budget is None:
+            return self._default, self._torchs
+        return self.within(), self._torchs
+
+    def within(self) -> Candidate:
         """The plan for the budget of the settings: a peak, in bytes or as a fraction of the default plan's."""
-        budget = self.settings.budget
-        seeds = [default.plan, torch_default.plan, *([self.smallest().plan] if default.fused else [])]
-        planner = PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds)
+        budget, default, planner = self.settings.budget, self._default, self._peaks
         allowed = 0
         if budget == "min":
             plan = planner.smallest()
@@ -140,6 +166,69 @@ class Planner:
             allowed = budget if isinstance(budget, int) else int(budget * planner.peak_bytes(default.plan))
             plan = planner.within(allowed)
         return replace(self._priced(plan), certificate=planner.certificate(plan, allowed))
+
+    @cached_property
+    def _torchs(self) -> Candidate:
+        return self.torch_default()
+
+    @cached_property
+    def _obeying(self) -> Candidate:
+        return self._obeying_the_rules(self._torchs)
+
+    @cached_property
+    def _default(self) -> Candidate:
+        return self.default(self._obeying)
+
+    @cached_property
+    def _peaks(self) -> PeakPlanner:
+        default = self._default
+        seeds = [default.plan, self._obeying.plan, *([self.smallest().plan] if default.fused else [])]
+        return PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds)
+
+    def promising(self, count: int) -> list[Candidate]:
+        """At most `count` different plans to compare by the clock: what `choose` gives, then the fastest by prediction.
+
+        The others keep the same promises as the first: without a budget no more saved bytes and no higher peak than
+        PyTorch's default plan, which is among them; with one, a predicted peak within it. Only the first where nothing
+        is left to choose (see `has_alternatives`), or where no plan is as small as the budget asks.
+        """
+        first = self.chosen[0]
+        found = {first.runs: first}
+        if count > 1 and has_alternatives(self.settings):
+            others = self._no_larger_than_torchs() if self.settings.budget is None else self._within_budget(first)
+            limit = (1 + PROMISING) * first.estimate.step_seconds
+            near = [candidate for candidate in others if candidate.estimate.step_seconds <= limit]
+            for candidate in sorted(near, key=lambda c: c.estimate.step_seconds):
+                found.setdefault(candidate.runs, candidate)
+        return list(found.values())[:count]
+
+    def _no_larger_than_torchs(self) -> list[Candidate]:
+        """PyTorch's plan, vertices of the ladder and plans between each two; those that fit within the first."""
+        is_valid = why_invalid(self._obeying.plan, self.rules) is None
+        torchs, prices = self._obeying if is_valid else self._default, self.ladder()
+        count = len(self.joint.nodes)
+        places = [count * part // STRETCHES for part in range(1, STRETCHES)]
+        cuts = [self._at(price) for price in prices]
+        cuts += [self.cut(high, "cut", at, low) for low, high in itertools.pairwise(prices) for at in places]
+        return [torchs, *(cut for cut in cuts if cut.fits_within(torchs))]
+
+    def _within_budget(self, first: Candidate) -> list[Candidate]:
+        """The plans for budgets a little smaller than the one allowed, the default plan and PyTorch's, where these fit.
+
+        A smaller budget takes another plan, which recomputes more and may still be as fast.
+        """
+        planner, certificate = self._peaks, first.certificate
+        assert certificate is not None
+        allowed, smallest = certificate.budget_bytes, certificate.smallest_peak_bytes
+        if not first.fused:
+            smallest = max(smallest, planner.frontier.points[0].peak)
+        limits = [int(allowed * (1 - BUDGET_STEP * step)) for step in range(1, BUDGET_STEPS + 1)]
+        plans = [planner.within(limit) for limit in limits if limit >= smallest]
+        seeds = [seed for seed in planner.seeds if why_invalid(seed, self.rules) is None]
+        if first.peak_bytes > allowed:
+            return []
+        fitting = (plan for plan in (*plans, *seeds) if planner.peak_bytes(plan) <= allowed)
+        return [replace(self._priced(plan), certificate=planner.certificate(plan, allowed)) for plan in fitting]
 
     # --- candidates ---------------------------------------------------------------------------------------
 

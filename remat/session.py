@@ -36,7 +36,10 @@ _SUMMARIES: list[PlanSummary] = []
 
 @dataclass
 class Session:
-    """The compilation of one Dynamo graph. `joint` is kept for `check` only."""
+    """The compilation of one Dynamo graph. `joint` is kept for `check` only.
+
+    is_trial: it only serves to time a plan (tune.py), and the user hears nothing of it.
+    """
 
     graph: str
     settings: Settings
@@ -44,6 +47,7 @@ class Session:
     summaries: list[PlanSummary] = field(default_factory=list)
     joint: fx.GraphModule | None = None
     num_fwd_outputs: int = 0
+    is_trial: bool = False
 
 
 def current() -> Session | None:
@@ -57,7 +61,10 @@ def summaries() -> tuple[PlanSummary, ...]:
 
 
 def record(summary: PlanSummary) -> None:
-    """Note a summary and show it; a fallback also warns, from a warm cache too."""
+    """Note a summary and show it; a fallback also warns, from a warm cache too. Not one of a trial."""
+    session = current()
+    if session is not None and session.is_trial:
+        return
     _SUMMARIES.append(summary)
     if summary.origin == "fallback":
         warnings.warn(
@@ -65,16 +72,15 @@ def record(summary: PlanSummary) -> None:
             RematWarning,
             stacklevel=2,
         )
-    session = current()
     if session is not None:
         session.summaries.append(summary)
         report.show(summary, session.settings.log)
 
 
 @contextmanager
-def compiling(graph: str, settings: Settings, snapshot: Snapshot) -> Iterator[Session]:
+def compiling(graph: str, settings: Settings, snapshot: Snapshot, is_trial: bool = False) -> Iterator[Session]:
     """Open a session; the partitioner finds it by `current()`."""
-    session = Session(graph, settings, snapshot)
+    session = Session(graph, settings, snapshot, is_trial=is_trial)
     token = _CURRENT.set(session)
     try:
         yield session

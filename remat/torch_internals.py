@@ -124,6 +124,14 @@ def compile_with_inductor(
     return compile_fx(module, example_inputs, inner_compile=wrap(compile_fx_inner), config_patches=patches)
 
 
+def backward_compiled_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Compile a backward with its forward, not in the midst of its first run.
+
+    While Dynamo compiles, torch does not allow that ("Metric(s) {'is_forward'} have already been set").
+    """
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)
+
+
 @contextlib.contextmanager
 def random_numbers_by_element() -> Iterator[None]:
     """Let Triton kernels draw each number from the seed and its element's place, whatever kernel draws it.
