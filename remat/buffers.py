@@ -75,6 +75,8 @@ _SCATTERING: Final = frozenset(
 TWO_STEP_VARIANCE: Final = 1024
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+# What views made of layouts, and how far they moved the beginning: plans of one graph ask the same again and again.
+Views = dict[tuple[Any, Layout], tuple[Layout, int]]
 
 
 @dataclass(frozen=True)
@@ -199,9 +201,6 @@ def broadcast(layout: Layout, shape: Sequence[int]) -> Layout:
     return tuple(shape), padded
 
 
-_viewed: dict[tuple[fx.Node | _Piece, Layout], tuple[Layout, int]] = {}
-
-
 def _through(view: Any, layout: Layout) -> tuple[Layout, int]:
     """What a view makes of a layout, and how far it moves the beginning; a copy where no strides can say it."""
     arguments, keywords = torch.utils._pytree.tree_map(_plain, (view.args, view.kwargs))
@@ -233,12 +232,15 @@ class Half:
     """Forward or backward, lowered: its buffers in the order in which they come to be.
 
     order: the nodes that run; a node may run more than once, and what it reads and does not run is there from the
-    start. outputs: what is returned.
+    start. outputs: what is returned. views: what is known of the graph's views.
     """
 
-    def __init__(self, order: Sequence[fx.Node], outputs: Sequence[fx.Node], limits: Limits) -> None:
+    def __init__(
+        self, order: Sequence[fx.Node], outputs: Sequence[fx.Node], limits: Limits, views: Views | None = None
+    ) -> None:
         self.order = order
         self.limits = limits
+        self._viewed: Views = {} if views is None else views
         self.buffers: list[Buffer] = []
         self._values: dict[fx.Node, Any] = {}
         self._outputs = set(outputs)
@@ -288,9 +290,9 @@ class Half:
             layout, count, offset = load.layout, load.count, load.offset
             for view in value.views:
                 key = (view, layout)
-                if key not in _viewed:
-                    _viewed[key] = _through(view, layout)
-                layout, moved = _viewed[key]
+                if key not in self._viewed:
+                    self._viewed[key] = _through(view, layout)
+                layout, moved = self._viewed[key]
                 offset += moved
                 count = min(count, math.prod(layout[0]))
             found.append(Load(load.buffer, layout, count, load.indirect, offset))

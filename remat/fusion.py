@@ -8,6 +8,7 @@ generated code in traffic and number of kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from typing import Final
 from torch import fx
 
 from remat import torch_internals
-from remat.buffers import CPU_LIMITS, GPU_LIMITS, Buffer, Half, Layout, Limits, contiguous, normal
+from remat.buffers import CPU_LIMITS, GPU_LIMITS, Buffer, Half, Layout, Limits, Views, contiguous, normal
+from remat.joint import JointGraph
 from remat.plan import Plan
 
 # torch._inductor.config: most buffers of one kernel; rounds of fusing; bytes below which shared memory counts as none.
@@ -72,9 +74,15 @@ def predict(plan: Plan) -> Lowering:
     joint = plan.joint
     limits = CPU_LIMITS if joint.device.type in ("cpu", "meta") else GPU_LIMITS
     forward = tuple(node for node in plan.forward if node.op == "call_function")
-    first = Half(forward, [*joint.forward_outputs, *plan.saved], limits)
-    second = Half(plan.backward, joint.backward_outputs, limits)
+    views = _views_of(joint)
+    first = Half(forward, [*joint.forward_outputs, *plan.saved], limits, views)
+    second = Half(plan.backward, joint.backward_outputs, limits, views)
     return Lowering(forward, plan.backward, kernels_of(first), kernels_of(second))
+
+
+@functools.lru_cache(maxsize=4)
+def _views_of(joint: JointGraph) -> Views:
+    return {}
 
 
 def kernels_of(half: Half) -> tuple[Kernel, ...]:

@@ -46,8 +46,9 @@ GPU_PEAK_MARGIN: Final = 0.06
 # Of the time that the fastest plan gains on PyTorch's this share may be spent on a lower peak. Not all of it: the
 # predictions of two plans of one model are off against each other by some percent (bench.costs).
 TIME_SHARE: Final = 0.7
-# How often the stretch between two vertices of the frontier is halved: 1/32 of the model.
-BISECTIONS: Final = 5
+# How often the stretch between two vertices of the frontier is halved: sixteenths of the model, 0.25 s a time for 2,000
+# nodes.
+BISECTIONS: Final = 4
 # Plans predicted to be slower than the chosen one by more than this are not worth compiling to be timed. A judgement:
 # the predictions of two plans of one model are off against each other by some percent (bench.costs).
 PROMISING: Final = 0.15
