@@ -292,7 +292,7 @@ def _parts(candidate: Candidate) -> dict[str, float]:
     return parts
 
 
-# --- half of the default plan's peak -----------------------------------------------------------------------------
+# --- half of PyTorch's default plan's peak -----------------------------------------------------------------------
 
 
 def half_rows(model: str, arguments: argparse.Namespace) -> Iterator[Row]:

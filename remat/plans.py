@@ -157,14 +157,14 @@ class Planner:
         return self.within(), self._torchs
 
     def within(self) -> Candidate:
-        """The plan for the budget of the settings: a peak, in bytes or as a fraction of the default plan's."""
-        budget, default, planner = self.settings.budget, self._default, self._peaks
+        """The plan for the budget of the settings: a peak, in bytes or as a fraction of PyTorch's default plan's."""
+        budget, planner = self.settings.budget, self._peaks
         allowed = 0
         if budget == "min":
             plan = planner.smallest()
         else:
             assert isinstance(budget, int | float)
-            allowed = budget if isinstance(budget, int) else int(budget * planner.peak_bytes(default.plan))
+            allowed = budget if isinstance(budget, int) else int(budget * planner.peak_bytes(self._reference.plan))
             plan = planner.within(allowed)
         return replace(self._priced(plan), certificate=planner.certificate(plan, allowed))
 
@@ -175,6 +175,14 @@ class Planner:
     @cached_property
     def _obeying(self) -> Candidate:
         return self._obeying_the_rules(self._torchs)
+
+    @cached_property
+    def _reference(self) -> Candidate:
+        """What fractions are of: PyTorch's plan under our rules, which stays where it is when the default gets better.
+
+        Where that is no plan at all, the default.
+        """
+        return self._obeying if why_invalid(self._obeying.plan, self.rules) is None else self._default
 
     @cached_property
     def _default(self) -> Candidate:
@@ -205,8 +213,7 @@ class Planner:
 
     def _no_larger_than_torchs(self) -> list[Candidate]:
         """PyTorch's plan, vertices of the ladder and plans between each two; those that fit within the first."""
-        is_valid = why_invalid(self._obeying.plan, self.rules) is None
-        torchs, prices = self._obeying if is_valid else self._default, self.ladder()
+        torchs, prices = self._reference, self.ladder()
         count = len(self.joint.nodes)
         places = [count * part // STRETCHES for part in range(1, STRETCHES)]
         cuts = [self._at(price) for price in prices]

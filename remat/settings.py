@@ -119,7 +119,7 @@ _UNITS: Final = {
 
 
 def _budget(value: Any) -> float | int | str:
-    """A fraction of the default plan's peak as a float, bytes as an int, or "min"."""
+    """A fraction of the peak of PyTorch's default plan as a float, bytes as an int, or "min"."""
     if isinstance(value, str) and value.strip().lower() == "min":
         return "min"
     if isinstance(value, str):
@@ -187,7 +187,7 @@ _WEIGHT = "a number >= 0"
 TABLE: Final[tuple[Setting, ...]] = (
     Setting(
         "budget", _optional(_budget), "none, a fraction in (0, 1], bytes (8GiB, 500MB, an integer), or min",
-        "Peak memory allowed (see Budgets), as bytes or a fraction of the default plan's peak; min: the smallest peak.",
+        "Peak memory allowed (see Budgets), in bytes or as a fraction of PyTorch's default; min: the smallest peak.",
     ),
     Setting(
         "partitioner", _one_of("remat", "torch"), "remat or torch",

@@ -109,10 +109,14 @@ def test_budget_is_kept_and_a_larger_one_has_no_lower_peak_and_recomputes_no_mor
     assert costs == sorted(costs, reverse=True)
     if inner == "eager":
         assert peaks == sorted(peaks)
-        assert chosen(name, 1.0).peak_bytes == peaks[-1] <= default
-        share = smallest.peak_bytes / default + 0.01
+        assert chosen(name, default).peak_bytes == peaks[-1] <= default
+        torchs = graphs.planner(name, replace(EAGER, partitioner="torch")).choose()[0].peak_bytes
+        assert chosen(name, 1.0).peak_bytes <= torchs
+        share = smallest.peak_bytes / torchs + 0.01
         least = chosen(name, share)
-        assert least.peak_bytes <= int(share * default), "a fraction is that share of the default plan's peak"
+        assert least.certificate is not None
+        assert least.certificate.budget_bytes == int(share * torchs), "a share of the peak of PyTorch's default plan"
+        assert least.peak_bytes <= int(share * torchs)
 
 
 @pytest.mark.parametrize("name", graphs.MODELS)
