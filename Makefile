@@ -1,18 +1,22 @@
-# Two commands, from nothing: a Python 3.11+ with pip, and a C++ compiler.
+# From nothing: a Python 3.11+ with pip, and a C++ compiler.
 #   make bench   trains a small GPT eager and with remat, prints the table, writes JSON and PNG
 #   make test    lint, types and tests
+#   make test-all   the same with the tests that take minutes each
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test lint types tests clean
+.PHONY: bench test test-all lint types tests clean
 
 bench: $(STAMP)
 	@echo "== bench: python -m bench.train $(ARGS)"
 	$(BIN)/python -m bench.train $(ARGS)
 
 test: lint types tests
+
+test-all:
+	$(MAKE) test ARGS="--slow $(ARGS)"
 
 lint: $(STAMP)
 	@echo "== lint: ruff"

@@ -118,22 +118,35 @@ class PeakPlanner:
 
         Raises BudgetUnreachable under strict.
         """
+        found = self.find(budget_bytes)
+        if found is None:
+            found = self.smallest_of_all
+            bound = "" if self.fused else f", and none has less than {self.step.problem.lower_bound_bytes():,}"
+            self.unreachable(budget_bytes, f"{self.peak_bytes(found):,}{bound}")
+        return found
+
+    def find(self, budget_bytes: int) -> Plan | None:
+        """The plan of least recomputation whose peak is at most this, if there is one."""
         if self.fused:
             fitting = [plan for plan in self._candidates if self.peak_bytes(plan) <= budget_bytes]
-            return min(fitting, key=self._cost) if fitting else self._unreachable(budget_bytes)
+            return min(fitting, key=self._cost, default=None)
         for at in range(len(self.frontier.points) - 1, -1, -1):
             # The plan itself has the last word: where sizes are symbolic, what they are read from lives longer.
             if self.frontier.points[at].peak <= budget_bytes and self.peak_bytes(self._plans[at]) <= budget_bytes:
                 return self._plans[at]
-        return self._unreachable(budget_bytes)
+        return None
 
     def smallest(self) -> Plan:
         """The plan of the smallest peak found whose recomputation is at most MIN_FORWARDS."""
+        return self.smallest_few(1)[0]
+
+    def smallest_few(self, count: int) -> list[Plan]:
+        """At most so many plans whose recomputation is at most MIN_FORWARDS, those of the smallest peaks, growing."""
         modest = [at for at, point in enumerate(self.frontier.points) if self._forwards(point) <= MIN_FORWARDS]
         places = modest or [0]
         if not self.fused:
-            return self._plans[places[0]]
-        return min((*(self._plans[at] for at in places), *self._valid_seeds), key=self.peak_bytes)
+            return [self._plans[at] for at in places[:count]]
+        return sorted((*(self._plans[at] for at in places), *self._valid_seeds), key=self.peak_bytes)[:count]
 
     def certificate(self, plan: Plan, budget_bytes: int) -> Certificate:
         """How near to the best a plan for this budget is (0: "min")."""
@@ -142,7 +155,7 @@ class PeakPlanner:
         bound = 0 if self.fused else RecomputeBound(problem).within(budget_bytes or self.peak_bytes(plan)) or 0
         return Certificate(
             budget_bytes,
-            smallest_peak_bytes=self.peak_bytes(self._smallest_of_all),
+            smallest_peak_bytes=self.peak_bytes(self.smallest_of_all),
             peak_bound_bytes=0 if self.fused else problem.lower_bound_bytes(),
             recompute_seconds=cost / FEMTOSECONDS,
             recompute_bound_seconds=bound / FEMTOSECONDS,
@@ -155,7 +168,8 @@ class PeakPlanner:
         return _Lazily(self.step, self.frontier.points)
 
     @property
-    def _smallest_of_all(self) -> Plan:
+    def smallest_of_all(self) -> Plan:
+        """The plan of the smallest peak found, whatever it recomputes."""
         return min(self._candidates, key=self.peak_bytes) if self.fused else self._plans[0]
 
     @property
@@ -181,17 +195,15 @@ class PeakPlanner:
         everything = sum(flops[operator] for operator in problem.order)
         return (sum(flops[operator] for operator in point.sequence) - everything) / max(once, 1)
 
-    def _unreachable(self, budget_bytes: int) -> Plan:
-        smallest = self._smallest_of_all
-        bound = "" if self.fused else f", and none has less than {self.step.problem.lower_bound_bytes():,}"
+    def unreachable(self, budget_bytes: int, smallest: str) -> None:
+        """Warn that a budget cannot be met, and what the smallest peak is; BudgetUnreachable under strict."""
         message = (
             f"budget={self.settings.budget} allows a peak of {budget_bytes:,} bytes; the smallest plan found for this "
-            f"graph has {self.peak_bytes(smallest):,}{bound}"
+            f"graph has {smallest}"
         )
         if self.settings.strict:
             raise BudgetUnreachable(message)
         warnings.warn(message + "; taking the smallest", RematWarning, stacklevel=2)
-        return smallest
 
 
 class _Lazily(Sequence[Plan]):

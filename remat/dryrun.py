@@ -146,13 +146,19 @@ class DryRun:
         return total
 
 
-def dry_run_partition(partition: Partition, joint: JointGraph, patches: Mapping[str, Any] | None = None) -> DryRun:
+def dry_run_partition(
+    partition: Partition,
+    joint: JointGraph,
+    patches: Mapping[str, Any] | None = None,
+    forwards: dict[str, Lowered] | None = None,
+) -> DryRun:
     """Lower a partition for the device its tensors are on, and run its host code on meta tensors.
 
-    patches: settings of Inductor to lower under. The partition's graphs are left as they were.
+    patches: settings of Inductor to lower under. forwards: of this joint graph those lowered before, by their code;
+    a new one is put there. The partition's graphs are left as they were.
     """
     device = joint.device
-    forward, backward = lower_both(partition, joint, patches)
+    forward, backward = lower_both(partition, joint, patches, forwards)
     host = HostRun(device, CUDA_BLOCK_BYTES if device.type == "cuda" else 1)
     started = time.perf_counter()
     with torch_internals.sizes_at_hand():
@@ -165,11 +171,17 @@ def dry_run_partition(partition: Partition, joint: JointGraph, patches: Mapping[
 
 
 def lower_both(
-    partition: Partition, joint: JointGraph, patches: Mapping[str, Any] | None = None
+    partition: Partition,
+    joint: JointGraph,
+    patches: Mapping[str, Any] | None = None,
+    forwards: dict[str, Lowered] | None = None,
 ) -> tuple[Lowered, Lowered]:
-    """Lower the forward and the backward of a partition, which is left as it was."""
+    """Lower the forward and the backward of a partition, which is left as it was; see `dry_run_partition`."""
     seen = range(joint.num_written_inputs, joint.num_fwd_outputs)
-    forward = lower(copy_module(partition.forward), False, seen, (), patches or {})
+    known, code = {} if forwards is None else forwards, partition.forward.code
+    if code not in known:
+        known[code] = lower(copy_module(partition.forward), False, seen, (), patches or {})
+    forward = known[code]
     donated = donated_inputs(partition.forward, partition.backward, joint.num_fwd_outputs, partition.num_sizes)
     module = copy_module(partition.backward)
     _take_strides(module, forward, partition, joint)

@@ -85,6 +85,11 @@ class JointGraph:
         accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
         return (accelerators or devices or [torch.device("cpu")])[0]
 
+    @cached_property
+    def has_symbolic_sizes(self) -> bool:
+        """Whether sizes are among the inputs, so that one graph serves many."""
+        return any(torch_internals.is_sym_node(node) for node in self.primals)
+
     @property
     def held_tangents(self) -> tuple[Node, ...]:
         """Incoming gradients of scalars: a loss, whose gradient `torch.autograd.backward` holds till it returns."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat import measured, passes, registry, session, torch_internals
+from remat import exact, measured, passes, registry, session, torch_internals
 from remat import network as flow
 from remat.costs import Costs
 from remat.errors import RematError
@@ -83,15 +83,24 @@ def _decide(
     costs = Costs(joint, snapshot.device, settings, known_seconds(joint, snapshot, settings))
     rules = make_rules(joint, settings)
     planner = Planner(joint, costs, rules, settings)
-    chosen, reference = planner.chosen
-    if choice:
-        promising = planner.promising(settings.tune)
-        if choice >= len(promising):
-            raise NoSuchPlan(f"plan {choice + 1} of {len(promising)} promising ones")
-        chosen = promising[choice]
-    partition = passes.rewrite(chosen.plan, rules)
-    summary = summarize(graph, chosen, reference, planner, time.thread_time() - started)
-    return Decision(joint, chosen, planner, partition, summary)
+    settled = _settled(planner, graph, choice)
+    seconds = time.thread_time() - started
+    summary = summarize(graph, settled.candidate, planner.torchs, planner, seconds)
+    summary = dataclasses.replace(summary, exact_peak_bytes=settled.peak_bytes or 0)
+    return Decision(joint, settled.candidate, planner, settled.partition, summary)
+
+
+def _settled(planner: Planner, graph: str, choice: int) -> exact.Settled:
+    """The plan that the settings ask for, or one of the promising ones, with its partition."""
+    exactly = exact.Exactly(planner, graph if session.current() else None)
+    first = exactly.settle() if exact.is_wanted(planner.settings, planner.joint) else exactly.predicted()
+    if not choice:
+        return first
+    others = planner.promising(planner.settings.tune, first.candidate)[1:]
+    fitting = [found for other in others if (found := exactly.within(other, first)) is not None]
+    if choice > len(fitting):
+        raise NoSuchPlan(f"plan {choice + 1} of {len(fitting) + 1} promising ones")
+    return fitting[choice - 1]
 
 
 def known_seconds(joint: JointGraph, snapshot: Snapshot, settings: Settings) -> dict[fx.Node, float]:

@@ -149,32 +149,38 @@ class Planner:
     def chosen(self) -> tuple[Candidate, Candidate]:
         """What `choose` gives, made once."""
         if self.settings.partitioner == "torch":
-            return self._torchs, self._torchs
+            return self.torchs, self.torchs
         if self.settings.plan_seed is not None:
-            return self.random(self.settings.plan_seed), self._torchs
+            return self.random(self.settings.plan_seed), self.torchs
         if self.settings.budget is None:
-            return self._default, self._torchs
-        return self.within(), self._torchs
+            return self._default, self.torchs
+        return self.within(), self.torchs
 
     def within(self) -> Candidate:
         """The plan for the budget of the settings: a peak, in bytes or as a fraction of PyTorch's default plan's."""
-        budget, planner = self.settings.budget, self._peaks
-        allowed = 0
-        if budget == "min":
-            plan = planner.smallest()
-        else:
-            assert isinstance(budget, int | float)
-            allowed = budget if isinstance(budget, int) else int(budget * planner.peak_bytes(self._reference.plan))
-            plan = planner.within(allowed)
-        return replace(self._priced(plan), certificate=planner.certificate(plan, allowed))
+        plan = self.peaks.within(self.allowed_bytes) if self.allowed_bytes else self.peaks.smallest()
+        return self.certified(plan)
 
     @cached_property
-    def _torchs(self) -> Candidate:
+    def allowed_bytes(self) -> int:
+        """The peak that the budget of the settings allows; 0: "min"."""
+        budget = self.settings.budget
+        if not isinstance(budget, float):
+            return budget if isinstance(budget, int) else 0
+        return int(budget * self.peaks.peak_bytes(self._reference.plan))
+
+    def certified(self, plan: Plan) -> Candidate:
+        """A plan for the budget of the settings, with what is known of how good it is."""
+        return replace(self._priced(plan), certificate=self.peaks.certificate(plan, self.allowed_bytes))
+
+    @cached_property
+    def torchs(self) -> Candidate:
+        """PyTorch's default plan, made once."""
         return self.torch_default()
 
     @cached_property
     def _obeying(self) -> Candidate:
-        return self._obeying_the_rules(self._torchs)
+        return self._obeying_the_rules(self.torchs)
 
     @cached_property
     def _reference(self) -> Candidate:
@@ -189,19 +195,19 @@ class Planner:
         return self.default(self._obeying)
 
     @cached_property
-    def _peaks(self) -> PeakPlanner:
+    def peaks(self) -> PeakPlanner:
+        """What plans for a budget are made by."""
         default = self._default
         seeds = [default.plan, self._obeying.plan, *([self.smallest().plan] if default.fused else [])]
         return PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds)
 
-    def promising(self, count: int) -> list[Candidate]:
-        """At most `count` different plans to compare by the clock: what `choose` gives, then the fastest by prediction.
+    def promising(self, count: int, first: Candidate) -> list[Candidate]:
+        """At most `count` different plans to compare by the clock: the first, then the fastest by prediction.
 
         The others keep the same promises as the first: without a budget no more saved bytes and no higher peak than
         PyTorch's default plan, which is among them; with one, a predicted peak within it. Only the first where nothing
         is left to choose (see `has_alternatives`), or where no plan is as small as the budget asks.
         """
-        first = self.chosen[0]
         found = {first.runs: first}
         if count > 1 and has_alternatives(self.settings):
             others = self._no_larger_than_torchs() if self.settings.budget is None else self._within_budget(first)
@@ -225,7 +231,7 @@ class Planner:
 
         A smaller budget takes another plan, which recomputes more and may still be as fast.
         """
-        planner, certificate = self._peaks, first.certificate
+        planner, certificate = self.peaks, first.certificate
         assert certificate is not None
         allowed, smallest = certificate.budget_bytes, certificate.smallest_peak_bytes
         if not first.fused:

@@ -50,7 +50,8 @@ class PlanSummary:
     Under a budget: `budget_bytes` is the peak allowed (0: min), `smallest_peak_bytes` the smallest found,
     `peak_bound_bytes` what no plan goes below. `recompute_seconds` is the predicted time of what runs again, op by op,
     `recompute_bound_seconds` what no plan within the budget goes below, `step_seconds` the time of everything once; the
-    bounds are 0 under Inductor, whose memory the plain problem does not describe.
+    bounds are 0 under Inductor, whose memory the plain problem does not describe. `exact_peak_bytes` is the peak of the
+    code that Inductor generates, where it was asked for (see the setting `exact`); 0 elsewhere.
     """
 
     graph: str
@@ -65,6 +66,7 @@ class PlanSummary:
     forward_flops: int = 0
     torch_saved_bytes: int = 0
     predicted_peak_bytes: int = 0
+    exact_peak_bytes: int = 0
     torch_predicted_peak_bytes: int = 0
     peak_at: str = ""
     alive_at_peak: tuple[tuple[str, str, int], ...] = ()
@@ -93,7 +95,8 @@ class PlanSummary:
         if not self.step_seconds or not self.smallest_peak_bytes:
             return ""
         budget = f"budget {_mib(self.budget_bytes)}" if self.budget_bytes else "budget min"
-        text = f"; {budget}, smallest peak {_mib(self.smallest_peak_bytes)}"
+        exact = f" (exact peak {_mib(self.exact_peak_bytes)})" if self.exact_peak_bytes else ""
+        text = f"; {budget}{exact}, smallest peak {_mib(self.smallest_peak_bytes)}"
         if not self.peak_bound_bytes:
             return text
         extra, least = self.recompute_seconds / self.step_seconds, self.recompute_bound_seconds / self.step_seconds

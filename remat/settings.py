@@ -28,6 +28,7 @@ class Settings:
     """Resolved values, one field for each row of `TABLE`, in its order; hashable and picklable."""
 
     budget: Budget = None
+    exact: bool = True
     partitioner: str = "remat"
     plan_seed: int | None = None
     cost: str = "roofline"
@@ -188,6 +189,11 @@ TABLE: Final[tuple[Setting, ...]] = (
     Setting(
         "budget", _optional(_budget), "none, a fraction in (0, 1], bytes (8GiB, 500MB, an integer), or min",
         "Peak memory allowed (see Budgets), in bytes or as a fraction of PyTorch's default; min: the smallest peak.",
+    ),
+    Setting(
+        "exact", _flag, "0 or 1",
+        "Under a budget and Inductor: lower plans until the exact peak of the generated code fits; 0: trust the "
+        "prediction.",
     ),
     Setting(
         "partitioner", _one_of("remat", "torch"), "remat or torch",

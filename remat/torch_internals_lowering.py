@@ -108,6 +108,15 @@ def lower(
     return taken[0] if taken else _without_calls(module, time.perf_counter() - started)
 
 
+def why_not_lowered() -> str | None:
+    """Why graphs cannot be lowered for a dry run under Inductor's settings in force; None where they can."""
+    if inductor_config.cpp_wrapper:
+        return "cpp_wrapper writes no Python that could be run on its own"
+    if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
+        return "max_autotune builds kernels and times them when a graph is lowered"
+    return None
+
+
 def _without_calls(module: fx.GraphModule, seconds: float) -> Lowered:
     """A graph that calls nothing, for which Inductor writes nothing: its results are inputs and constants."""
     inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]

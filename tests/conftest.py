@@ -10,6 +10,20 @@ import torch
 import remat  # noqa: F401  registers the backend for a checkout that is not installed
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--slow` runs the tests that need minutes too; `make test-all` gives it."""
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless they are asked for: others of the same kind, on smaller models, always run."""
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
+
+
 @pytest.fixture(scope="session")
 def empty_caches(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder for the user's caches without a calibration: plans must not depend on who runs the tests."""

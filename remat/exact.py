@@ -1,0 +1,186 @@
+"""Budgets that hold under Inductor: a plan is lowered, a dry run tells its peak, and if that is too much, plan again.
+
+What a plan takes under Inductor is predicted within some percent; the dry run (dryrun.py) knows it to the byte. The
+first plan is the one for the budget by prediction; each that is too large teaches by how much the prediction is off,
+and the next is asked for that much less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from remat import passes, torch_internals_lowering
+from remat.budgets import PeakPlanner
+from remat.dryrun import dry_run_partition
+from remat.errors import BudgetUnreachable, RematWarning
+from remat.joint import JointGraph
+from remat.passes.partition import Partition
+from remat.plan import Plan
+from remat.plans import Candidate, Planner
+from remat.settings import Settings
+from remat.store import Document, open_store
+from remat.torch_internals_lowering import Lowered
+
+# Plans that are lowered for one budget at most.
+MOST_TRIES: Final = 4
+# For "min" so many of the plans of smallest predicted peak are lowered.
+TRIES_FOR_MIN: Final = 2
+# The document keeps the newest; each takes a hundred bytes.
+MOST_REMEMBERED: Final = 1000
+DOCUMENT: Final = "exact.json"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan whose exact peak is known, in bytes; `limit_bytes`: the predicted peak that was asked for."""
+
+    plan: Plan
+    peak_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """A plan for the budget with its partition; `peak_bytes` is its exact peak, None where it could not be had."""
+
+    candidate: Candidate
+    partition: Partition
+    peak_bytes: int | None
+
+
+def is_wanted(settings: Settings, joint: JointGraph) -> bool:
+    """Whether a budget has to be held exactly that Inductor's code may break.
+
+    Not where sizes are symbolic and the budget is a fraction: it is one at nominal sizes, the dry run's are those at
+    hand.
+    """
+    if not settings.exact or settings.inner != "inductor" or settings.partitioner == "torch":
+        return False
+    if settings.budget is None or settings.plan_seed is not None:
+        return False
+    return isinstance(settings.budget, int) or not joint.has_symbolic_sizes
+
+
+def search(planner: PeakPlanner, budget_bytes: int, exact: Callable[[Plan], int]) -> Tried:
+    """The first plan found whose exact peak is within the budget; where none is, the smallest of those tried.
+
+    budget_bytes: 0 asks for the smallest peak. exact: gives the peak of a plan, in bytes.
+    """
+    tried: list[Tried] = []
+    if not budget_bytes:
+        for plan in planner.smallest_few(TRIES_FOR_MIN):
+            tried.append(Tried(plan, exact(plan), planner.peak_bytes(plan)))
+        return min(tried, key=lambda one: one.peak_bytes)
+    limit = budget_bytes
+    while len(tried) < MOST_TRIES:
+        plan = planner.find(limit) or planner.smallest_of_all
+        if any(plan is earlier.plan for earlier in tried):
+            break
+        tried.append(Tried(plan, exact(plan), limit))
+        if tried[-1].peak_bytes <= budget_bytes:
+            return tried[-1]
+        predicted = planner.peak_bytes(plan)
+        limit = min(predicted - 1, predicted * budget_bytes // tried[-1].peak_bytes)
+    return min(tried, key=lambda one: one.peak_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Exactly:
+    """Plans of one graph for one budget, lowered; `graph` is the hash that what was found is remembered by, if any."""
+
+    planner: Planner
+    graph: str | None
+    _partitions: dict[Plan, Partition] = field(default_factory=dict)
+    _forwards: dict[str, Lowered] = field(default_factory=dict)
+
+    def settle(self) -> Settled:
+        """A plan within the budget, by its exact peak; the smallest with a warning if there is none.
+
+        Where a plan cannot be lowered, one RematWarning says why, and the prediction has to do. Raises what stopped it,
+        and BudgetUnreachable, under strict.
+        """
+        planner, budget = self.planner, self.planner.allowed_bytes
+        strict = planner.settings.strict
+        reason = torch_internals_lowering.why_not_lowered()
+        if reason is None:
+            try:
+                found = self._remembered() or self._searched()
+            except BudgetUnreachable:
+                raise
+            except Exception as error:  # what the dry run cannot execute may compile all the same
+                if strict:
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            warnings.warn(f"the budget is held by prediction only: {reason}", RematWarning, stacklevel=2)
+            return self.predicted()
+        if budget and found.peak_bytes > budget:
+            planner.peaks.unreachable(budget, f"{found.peak_bytes:,} under Inductor")
+        return Settled(planner.certified(found.plan), self._partition(found.plan), found.peak_bytes)
+
+    def predicted(self) -> Settled:
+        """The plan that the settings ask for, its peak as predicted."""
+        candidate = self.planner.chosen[0]
+        return Settled(candidate, self._partition(candidate.plan), None)
+
+    def within(self, candidate: Candidate, first: Settled) -> Settled | None:
+        """Another plan with its partition; None where the first keeps the budget exactly and this does not."""
+        peak = None if first.peak_bytes is None else self.peak_bytes(candidate.plan)
+        if peak is not None and peak > max(self.planner.allowed_bytes, first.peak_bytes or 0):
+            return None
+        return Settled(candidate, self._partition(candidate.plan), peak)
+
+    def peak_bytes(self, plan: Plan) -> int:
+        """The exact peak of a plan."""
+        joint = self.planner.joint
+        return dry_run_partition(self._partition(plan), joint, forwards=self._forwards).peak_bytes
+
+    def _partition(self, plan: Plan) -> Partition:
+        if plan not in self._partitions:
+            self._partitions[plan] = passes.rewrite(plan, self.planner.rules)
+        return self._partitions[plan]
+
+    def _searched(self) -> Tried:
+        found = search(self.planner.peaks, self.planner.allowed_bytes, self.peak_bytes)
+        if self.graph is not None:
+            graph = self.graph
+            entry = {"limit": found.limit_bytes, "plan": digest(found.plan), "peak": found.peak_bytes}
+            open_store(self.planner.settings.cache_dir).update(DOCUMENT, lambda old: _with(old, graph, entry))
+        return found
+
+    def _remembered(self) -> Tried | None:
+        """What an earlier process found for this graph, if the same plan comes of it again."""
+        if self.graph is None:
+            return None
+        entry = _entries(open_store(self.planner.settings.cache_dir).read(DOCUMENT)).get(self.graph)
+        if not isinstance(entry, dict):
+            return None
+        limit, peak = entry.get("limit"), entry.get("peak")
+        if type(limit) is not int or type(peak) is not int:
+            return None
+        peaks = self.planner.peaks
+        if self.planner.allowed_bytes:
+            plans = [peaks.find(limit) or peaks.smallest_of_all]
+        else:
+            plans = peaks.smallest_few(TRIES_FOR_MIN)
+        return next((Tried(plan, peak, limit) for plan in plans if digest(plan) == entry.get("plan")), None)
+
+
+def _entries(document: Document | None) -> Document:
+    entries = None if document is None else document.get("graphs")
+    return entries if isinstance(entries, dict) else {}
+
+
+def _with(document: Document | None, graph: str, entry: Document) -> Document:
+    kept = {**_entries(document), graph: entry}
+    return {"graphs": dict(list(kept.items())[-MOST_REMEMBERED:])}
+
+
+def digest(plan: Plan) -> str:
+    """A hash of what a plan saves and runs, and in which order."""
+    text = repr(([node.name for node in plan.saved], plan.forward_names, plan.backward_names))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
