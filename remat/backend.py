@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat import registry, session, settings, snapshot, torch_internals, tune
+from remat import exact, registry, session, settings, snapshot, torch_internals, tune
 from remat.check import Check, make_check
 from remat.eager import compile_op_by_op
 from remat.errors import SettingError
@@ -117,7 +117,7 @@ def _inner_compiler(
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
         if resolved.inner == "eager":
             return compile_op_by_op(module)
-        with torch_internals.random_numbers_by_element():
+        with torch_internals.random_numbers_by_element(), exact.schedule(resolved):
             return inner(module, example_inputs, **keywords)
 
     if check is None:

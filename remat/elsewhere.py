@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from remat import devices, torch_internals, torch_internals_gpu, torch_internals_lowering
+from remat import devices, exact, torch_internals, torch_internals_gpu, torch_internals_lowering
 from remat.capture import joint_graph
 from remat.dryrun import DryRun, dry_run_partition
 from remat.errors import DryRunFailed, SettingError
@@ -74,7 +74,8 @@ def dry_run(
     if target is not None:
         return dry_runs(joint, target, [settings], patches)[0]
     planned, partition, summary = partition_for(joint, settings)
-    return Answer(dry_run_partition(partition, planned, patches), summary)
+    with exact.schedule(settings):
+        return Answer(dry_run_partition(partition, planned, patches), summary)
 
 
 def dry_runs(
@@ -133,7 +134,8 @@ def _answered(request: Request) -> list[Answer]:
     found = []
     for settings in request.plans:
         planned, partition, summary = partition_for(joint, settings)
-        found.append(Answer(dry_run_partition(partition, planned, request.patches), summary))
+        with exact.schedule(settings):
+            found.append(Answer(dry_run_partition(partition, planned, request.patches), summary))
     return found
 
 

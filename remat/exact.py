@@ -7,17 +7,19 @@ and the next is asked for that much less.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from remat import passes, torch_internals_lowering
+from remat import passes, torch_internals_lowering, torch_internals_schedule
 from remat.budgets import PeakPlanner
 from remat.dryrun import dry_run_partition
 from remat.errors import BudgetUnreachable, RematWarning
 from remat.joint import JointGraph
+from remat.passes.apart import keep_matmuls_apart
 from remat.passes.partition import Partition
 from remat.plan import Plan
 from remat.plans import Candidate, Planner
@@ -50,6 +52,16 @@ class Settled:
     candidate: Candidate
     partition: Partition
     peak_bytes: int | None
+
+
+def keeps_schedule(settings: Settings) -> bool:
+    """Whether Inductor is held to the plan's schedule: under a budget, which its own would break."""
+    return settings.budget is not None and settings.inner == "inductor" and settings.partitioner == "remat"
+
+
+def schedule(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """Around whatever lowers a graph: what holds Inductor to the plan's schedule, where the settings want it."""
+    return torch_internals_schedule.kept_schedule() if keeps_schedule(settings) else contextlib.nullcontext()
 
 
 def is_wanted(settings: Settings, joint: JointGraph) -> bool:
@@ -137,11 +149,14 @@ class Exactly:
     def peak_bytes(self, plan: Plan) -> int:
         """The exact peak of a plan."""
         joint = self.planner.joint
-        return dry_run_partition(self._partition(plan), joint, forwards=self._forwards).peak_bytes
+        with schedule(self.planner.settings):
+            return dry_run_partition(self._partition(plan), joint, forwards=self._forwards).peak_bytes
 
     def _partition(self, plan: Plan) -> Partition:
         if plan not in self._partitions:
-            self._partitions[plan] = passes.rewrite(plan, self.planner.rules)
+            partition = passes.rewrite(plan, self.planner.rules)
+            held = keeps_schedule(self.planner.settings)
+            self._partitions[plan] = keep_matmuls_apart(partition) if held else partition
         return self._partitions[plan]
 
     def _searched(self) -> Tried:

@@ -32,7 +32,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnet": {"batch": 2},
     "unet": {"levels": 1, "width": 8, "pixels": 8, "batch": 2},
 }
-PLANS: dict[str, dict[str, Any]] = {"default": {"strict": True}, "smallest": {"strict": True, "budget": "min", "exact": False}}
+PLANS: dict[str, dict[str, Any]] = {
+    "default": {"strict": True},
+    "smallest": {"strict": True, "budget": "min", "exact": False},
+}
 SLOW = ("bert", "resnet", "unet")
 # The default plan of a large graph takes as long to compile as the smallest, which has more kinds of kernels.
 CASES = [

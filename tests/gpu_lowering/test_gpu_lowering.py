@@ -18,7 +18,10 @@ pytestmark = [
 ]
 SLOW = ("gpt2", "resnet", "unet")  # one to four minutes each
 MODELS = ["mlp", "bert", *(pytest.param(model, marks=pytest.mark.slow) for model in SLOW)]
-PLANS: dict[str, dict[str, Any]] = {"default": {"strict": True}, "smallest": {"strict": True, "budget": "min", "exact": False}}
+PLANS: dict[str, dict[str, Any]] = {
+    "default": {"strict": True},
+    "smallest": {"strict": True, "budget": "min", "exact": False},
+}
 CASES = {
     "compile": [(plan, "float32") for plan in PLANS],
     "interpret": [(plan, dtype) for plan in PLANS for dtype in ("float32", "bfloat16")],
