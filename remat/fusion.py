@@ -35,23 +35,35 @@ NEIGHBOURS: Final = 64
 class Kernel:
     """One kernel: the places in the order that it computes, the bytes that it reads and writes.
 
-    extern: an operator outside of the generated code, at `steps[0]`.
+    extern: an operator outside of the generated code, at `steps[0]`. buffers: what it computes, by number in its half,
+    in the order of the code.
     """
 
     steps: tuple[int, ...]
     read_bytes: int
     written_bytes: int
     extern: bool
+    buffers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Lowering:
-    """A plan as Inductor would run it, predicted: the kernels of the forward and of the backward."""
+    """A plan as Inductor would run it, predicted: the kernels of the forward and of the backward, with their buffers."""
 
-    forward_order: tuple[fx.Node, ...]
-    backward_order: tuple[fx.Node, ...]
+    forward_half: Half
+    backward_half: Half
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+
+    @property
+    def forward_order(self) -> Sequence[fx.Node]:
+        """The forward's nodes, which its kernels' steps count."""
+        return self.forward_half.order
+
+    @property
+    def backward_order(self) -> Sequence[fx.Node]:
+        """The backward's nodes."""
+        return self.backward_half.order
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -77,7 +89,7 @@ def predict(plan: Plan) -> Lowering:
     views = _views_of(joint)
     first = Half(forward, [*joint.forward_outputs, *plan.saved], limits, views)
     second = Half(plan.backward, joint.backward_outputs, limits, views)
-    return Lowering(forward, plan.backward, kernels_of(first), kernels_of(second))
+    return Lowering(first, second, kernels_of(first), kernels_of(second))
 
 
 @functools.lru_cache(maxsize=4)
@@ -335,7 +347,9 @@ class _Fuser:
                 outside[buffer.step].append(buffer)
         for step, results in outside.items():
             read = sum(self.size[index].size_bytes for index in results[0].after)
-            found.append((step, Kernel((step,), read, sum(b.size_bytes for b in results), True)))
+            numbers = tuple(buffer.index for buffer in results)
+            steps = tuple(results[0].steps)
+            found.append((step, Kernel(steps, read, sum(b.size_bytes for b in results), True, numbers)))
         for _, kernel in sorted(found, key=lambda pair: pair[0]):
             yield kernel
 
@@ -350,4 +364,4 @@ class _Fuser:
         read = sum(min(count, self.size[index].size_bytes) for index, count in counts.items())
         written = sum(b.written_bytes for b in group.buffers if b.kept or readers[b.index] - {place})
         steps = frozenset().union(*(buffer.steps for buffer in group.buffers))
-        return Kernel(tuple(sorted(steps)), read, written, False)
+        return Kernel(tuple(sorted(steps)), read, written, False, tuple(b.index for b in group.buffers))

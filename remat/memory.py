@@ -117,13 +117,13 @@ def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timelin
     returned = [life for node in only_held if (life := _held(node, start, end)).bytes]
     lives = [*first.lives(), *returned]
     lives += [replace(life, born=life.born + start, last=life.last + start) for life in second.lives()]
-    alive = _alive([life for life in lives if life.role is not Role.SCRATCH], end + 1)
+    alive = alive_at_each([life for life in lives if life.role is not Role.SCRATCH], end + 1)
     for life in lives:
         if life.role is Role.SCRATCH:
             alive[life.born] += life.bytes
     return Timeline(
         tuple(alive),
-        _call_names(plan) + plan.backward_names,
+        call_names(plan) + plan.backward_names,
         len(forward),
         sum(map(_storage_bytes, saved)),
         sum(map(_storage_bytes, passed)) + sum(life.bytes for life in returned),
@@ -131,7 +131,7 @@ def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timelin
     )
 
 
-def _call_names(plan: Plan) -> tuple[str, ...]:
+def call_names(plan: Plan) -> tuple[str, ...]:
     named = zip(plan.forward, plan.forward_names, strict=True)
     return tuple(name for node, name in named if node.op == "call_function")
 
@@ -140,7 +140,7 @@ def _held(node: fx.Node, start: int, end: int) -> Life:
     return Life(node.name, Role.OUTPUT, _storage_bytes(node), start, end)
 
 
-def _alive(lives: Iterable[Life], steps: int) -> list[int]:
+def alive_at_each(lives: Iterable[Life], steps: int) -> list[int]:
     change = [0] * (steps + 1)
     for life in lives:
         if life.last >= life.born:
