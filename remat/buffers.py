@@ -8,6 +8,7 @@ it (`GraphLowering.run_node`, `StorageBox.should_realize_on_reuse`), on loads th
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,9 @@ _NEED_MEMORY: Final = frozenset(
         aten.upsample_nearest2d, aten._int_mm,
     }
 )  # fmt: skip
+# Operators outside that want their arguments in an order of strides: each makes its own copy of what is not in memory
+# yet (`sdpa_constraint`, `constrain_conv_bwd_to_fx_strides`), and four calls four copies of a mask.
+_CONSTRAINED: Final = ("attention", "convolution_backward")
 # Pointwise operators that do not read element by element: what they read is not known to line up with the result.
 _GATHERING: Final = frozenset(
     {
@@ -237,11 +241,17 @@ class Half:
     """Forward or backward, lowered: its buffers in the order in which they come to be.
 
     order: the nodes that run; a node may run more than once, and what it reads and does not run is there from the
-    start. outputs: what is returned. views: what is known of the graph's views.
+    start. outputs: what is returned. views: what is known of the graph's views. cloned: inputs that Inductor copies
+    before anything else (`channels_last`).
     """
 
     def __init__(
-        self, order: Sequence[fx.Node], outputs: Sequence[fx.Node], limits: Limits, views: Views | None = None
+        self,
+        order: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        limits: Limits,
+        views: Views | None = None,
+        cloned: Iterable[fx.Node] = (),
     ) -> None:
         self.order = order
         self.limits = limits
@@ -252,6 +262,8 @@ class Half:
         self._users, last = self._find_users()
         self._products = self._find_products()
         absorbed = set(self._products.values())
+        for node in cloned:
+            self._clone(node)
         for step, node in enumerate(order):
             if step not in absorbed:
                 self._values[node] = self._lower(step, node, last[node] == step)
@@ -356,6 +368,22 @@ class Half:
             self._becomes(cell, buffer)
         return cell.buffer  # type: ignore[return-value]
 
+    def _copied(self, value: Value) -> Value:
+        """The same in memory, where only this reader finds it."""
+        if value.cell.buffer is not None:
+            return value
+        cell = copy.copy(value.cell)
+        self._realize(cell)
+        return Value(cell, value.views)
+
+    def _clone(self, node: fx.Node) -> None:
+        """Copy an input: whatever reads it, and whoever it is returned to, gets the copy."""
+        source = self._value(node).cell
+        cell = Cell(source.shape, source.itemsize)
+        cell.loads = source.loads
+        self._realize(cell)
+        self._values[node] = Value(cell)
+
     def _becomes(self, cell: Cell, buffer: Buffer) -> None:
         cell.buffer = buffer
         cell.loads = (Load(buffer.index, contiguous(cell.shape), math.prod(cell.shape)),)
@@ -411,7 +439,8 @@ class Half:
         many = cell.operations > limits.operations
         if len(set(users)) + returned > 1:
             packets = {getattr(self.order[user].target, "overloadpacket", None) for user in users}
-            wanted = len(cell.loads) > 1 and bool(packets & _NEED_MEMORY)
+            outside = any(ops.kind(self.order[user]) in (Kind.EXTERN, Kind.CONTRACTION) for user in users)
+            wanted = len(cell.loads) > 1 and (outside or bool(packets & _NEED_MEMORY))
             wanted |= returned and bool(cell.loads) and not value.views
             if wanted or cell.heavy or many or len(cell.loads) > limits.reads:
                 self._realize(cell)
@@ -610,6 +639,8 @@ class Half:
     ) -> Any:
         """An operator outside: its arguments are in memory, and so are its results; `at`: it runs at another step."""
         values = self._arguments(node) if values is None else values
+        if any(word in str(node.target) for word in _CONSTRAINED):
+            values = [self._copied(value) for value in values]
         read = tuple(dict.fromkeys(self._realize(value.cell).index for value in values))
         results: list[Any] = []
         for tensor in tensors_of(node.meta.get("val")):

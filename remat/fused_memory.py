@@ -35,12 +35,13 @@ NEARLY: Final = 0.95
 class _Block:
     """One piece of memory, and from which step on it holds what.
 
-    held: it lives to the end, and nothing is written over it. last: the step after which it is given back.
+    held: it lives to the end. donated: kernels may write over it. last: the step after which it is given back.
     """
 
     bytes: int
     owners: list[tuple[int, str, Role]]
     held: bool = False
+    donated: bool = True
     last: int | None = None
 
     def lives(self, end: int) -> Iterable[Life]:
@@ -60,12 +61,14 @@ def timeline(plan: Plan, lowering: Lowering) -> Timeline:
     first.play(call_names(plan), roles)
     boundary = len(first.names)
     for block in first.blocks_of(joint.forward_outputs):
-        block.held = True
+        block.held, block.donated = True, False
+    for block in first.blocks_of(node for node in plan.saved if node.op == "placeholder"):
+        block.donated = False  # an input's copy, which AOTAutograd takes for the input
     given = {node: block for node in plan.saved for block in first.blocks_of([node])}
     saved = list(dict.fromkeys(given.values()))
     for node in (node for node in joint.tangents if node.users):
         owners = [(boundary, node.name, Role.INCOMING)]
-        given[node] = _Block(tensor_bytes(node.meta.get("val")), owners, node in joint.held_tangents)
+        given[node] = _Block(tensor_bytes(node.meta.get("val")), owners, node in joint.held_tangents, donated=False)
     passed = list(dict.fromkeys([*first.blocks_of(joint.forward_outputs), *given.values()]))
     again = [node for node in plan.backward if node not in joint.tangent_closure]
     roles = dict.fromkeys(again, Role.RECOMPUTED) | dict.fromkeys(joint.backward_outputs, Role.GRADIENT)
@@ -144,7 +147,8 @@ class _Player:
             for task in tasks:
                 for number in self.dying[self.place[task.writes[0]]]:
                     self._free(number, self.place[tasks[-1].writes[0]])
-            self.names.append(names[max(max(task.steps) for task in tasks)])
+            last = max((self.half.buffers[number] for task in tasks for number in task.writes), key=lambda b: b.step)
+            self.names.append(self._name(last))
 
     def _calls(self) -> Iterable[list[Task]]:
         """What the wrapper calls: C++ kernels that follow each other are one function."""
@@ -176,8 +180,13 @@ class _Player:
 
     def _owner(self, root: int) -> tuple[int, str, Role]:
         buffer = self.half.buffers[root]
-        name = self._names[max(buffer.steps, default=buffer.step)]
-        return self.step, name, self._roles.get(root, Role.TEMPORARY)
+        return self.step, self._name(buffer), self._roles.get(root, Role.TEMPORARY)
+
+    def _name(self, buffer: Buffer) -> str:
+        if buffer.step >= 0:
+            return self._names[max(buffer.steps, default=buffer.step)]
+        copied = self.half.buffers[buffer.loads[0].buffer].node  # an input in another order
+        return copied.name if copied is not None else ""
 
     def _take_over(self, block: _Block, root: int) -> None:
         block.owners.append(self._owner(root))
@@ -220,7 +229,7 @@ class _Player:
         for load in buffer.loads:
             source = self.half.buffers[load.buffer]
             block = self.block.get(load.buffer)
-            if block is None or block.held or source.inside is not None or load.buffer in self.returned:
+            if block is None or not block.donated or source.inside is not None or load.buffer in self.returned:
                 continue
             if source.node is None and source.loops is None and not source.extern:
                 continue

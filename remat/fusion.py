@@ -20,6 +20,7 @@ from torch import fx
 
 from remat import torch_internals
 from remat.buffers import CPU_LIMITS, GPU_LIMITS, Buffer, Half, Layout, Limits, Views, contiguous, normal
+from remat.channels_last import cloned_inputs
 from remat.joint import JointGraph
 from remat.plan import Plan
 
@@ -87,7 +88,8 @@ def predict(plan: Plan) -> Lowering:
     limits = CPU_LIMITS if joint.device.type in ("cpu", "meta") else GPU_LIMITS
     forward = tuple(node for node in plan.forward if node.op == "call_function")
     views = _views_of(joint)
-    first = Half(forward, [*joint.forward_outputs, *plan.saved], limits, views)
+    copies = cloned_inputs(forward, joint.device)
+    first = Half(forward, [*joint.forward_outputs, *plan.saved], limits, views, copies)
     second = Half(plan.backward, joint.backward_outputs, limits, views)
     return Lowering(first, second, kernels_of(first), kernels_of(second))
 
