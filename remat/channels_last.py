@@ -25,12 +25,10 @@ CONVOLUTION: Final = torch.ops.aten.convolution.default
 
 def cloned_inputs(order: Sequence[fx.Node], device: torch.device) -> list[fx.Node]:
     """The inputs that are copied, in the graph's order; `order` is the forward's nodes."""
-    convolutions = [node for node in order if node.target is CONVOLUTION]
-    if not convolutions or not _is_on(convolutions, len(order), device):
+    if not is_on(order, device):
         return []
-    found = set()
-    seen = set(convolutions)
-    pending = list(convolutions)
+    pending = [node for node in order if node.target is CONVOLUTION]
+    found, seen = set(), set(pending)
     while pending:
         for argument in pending.pop().all_input_nodes:
             if argument not in seen:
@@ -41,25 +39,34 @@ def cloned_inputs(order: Sequence[fx.Node], device: torch.device) -> list[fx.Nod
     return [node for node in order[0].graph.nodes if node in found]
 
 
-def _is_on(convolutions: Sequence[fx.Node], count: int, device: torch.device) -> bool:
+def is_on(order: Sequence[fx.Node], device: torch.device) -> bool:
+    """Whether Inductor prefers channels last in a graph of these nodes (`GraphLowering.decide_layout_opt`)."""
+    convolutions = [node for node in order if node.target is CONVOLUTION]
+    if not convolutions:
+        return False
     if device.type in ("cpu", "meta"):
-        return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     shapes = [(node.args[1].meta["val"].shape, node.args[-1]) for node in convolutions]  # type: ignore[union-attr]
-    if count >= NODES_FOR_EACH * len(convolutions) or any(groups > 1 < shape[1] for shape, groups in shapes):
+    if len(order) >= NODES_FOR_EACH * len(convolutions) or any(groups > 1 < shape[1] for shape, groups in shapes):  # type: ignore[operator]
         return False
     if any(shape[0] * 2 <= shape[1] and shape[2] > 1 for shape, _ in shapes):
         return False
     return any(max(shape[0], shape[1]) > FEW_CHANNELS for shape, _ in shapes)
 
 
+def strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of a dense tensor in channels last."""
+    found, step = [0] * len(sizes), 1
+    for axis in (1, *range(len(sizes) - 1, 1, -1), 0):
+        found[axis], step = step, step * sizes[axis]
+    return tuple(found)
+
+
 def _needs_copy(value: Any) -> bool:
     """Whether its elements lie in another order than in channels last."""
     if not isinstance(value, torch.Tensor) or value.ndim not in (4, 5):
         return False
-    sizes, strides = (
+    sizes, given = (
         [torch_internals.nominal_size(size, NOMINAL_SIZE) for size in part] for part in (value.shape, value.stride())
     )
-    expected, step = [0] * len(sizes), 1
-    for axis in (1, *range(len(sizes) - 1, 1, -1), 0):
-        expected[axis], step = step, step * sizes[axis]
-    return any(size > 1 and one != two for size, one, two in zip(sizes, strides, expected, strict=True))
+    return any(size > 1 and one != two for size, one, two in zip(sizes, given, strides(sizes), strict=True))

@@ -52,8 +52,11 @@ class _Block:
             yield Life(name, role, self.bytes, born, until)
 
 
-def timeline(plan: Plan, lowering: Lowering) -> Timeline:
-    """Bytes alive during each function that Inductor's wrapper calls, forward first, named by the last node in it."""
+def timeline(plan: Plan, lowering: Lowering, scratch: Mapping[fx.Node, int]) -> Timeline:
+    """Bytes alive during each function that Inductor's wrapper calls, forward first, named by the last node in it.
+
+    scratch: the bytes that operators outside take for themselves while they run.
+    """
     joint = plan.joint
     merges = joint.device.type in ("cpu", "meta")
     roles = dict.fromkeys(plan.saved, Role.SAVED) | dict.fromkeys(joint.forward_outputs, Role.OUTPUT)
@@ -77,13 +80,17 @@ def timeline(plan: Plan, lowering: Lowering) -> Timeline:
     steps = boundary + len(second.names)
     blocks = dict.fromkeys([*first.blocks, *passed, *second.blocks])
     lives = tuple(life for block in blocks for life in block.lives(steps - 1))
+    own = [*first.scratch(scratch), *second.scratch(scratch)]
+    alive = alive_at_each(lives, steps)
+    for life in own:
+        alive[life.born] += life.bytes
     return Timeline(
-        tuple(alive_at_each(lives, steps)),
+        tuple(alive),
         (*first.names, *second.names),
         boundary,
         sum(block.bytes for block in saved),
         sum(block.bytes for block in passed),
-        lives,
+        (*lives, *own),
     )
 
 
@@ -114,6 +121,7 @@ class _Player:
         self.block: dict[int, _Block] = {}
         self.blocks: list[_Block] = []
         self.names: list[str] = []
+        self._calls_outside: list[tuple[int, fx.Node]] = []
         self.pool: dict[tuple[int, int], list[tuple[int, _Block]]] = defaultdict(list)
 
     def _root(self, number: int) -> int:
@@ -149,6 +157,13 @@ class _Player:
                     self._free(number, self.place[tasks[-1].writes[0]])
             last = max((self.half.buffers[number] for task in tasks for number in task.writes), key=lambda b: b.step)
             self.names.append(self._name(last))
+            self._calls_outside += [(self.step - 1, self._node(task)) for task in tasks if task.extern]
+
+    def scratch(self, bytes_of: Mapping[fx.Node, int]) -> Iterable[Life]:
+        """What the operators outside that have run took for themselves."""
+        for step, node in self._calls_outside:
+            if node in bytes_of:
+                yield Life(node.name, Role.SCRATCH, bytes_of[node], step, step)
 
     def _calls(self) -> Iterable[list[Task]]:
         """What the wrapper calls: C++ kernels that follow each other are one function."""
@@ -209,8 +224,10 @@ class _Player:
         self.blocks.append(self.block[buffer.index])
 
     def _from_pool(self, task: Task) -> bool:
-        target = self.half.order[task.steps[0]].target
-        return not task.extern or getattr(target, "overloadpacket", None) in _INTO_GIVEN
+        return not task.extern or getattr(self._node(task).target, "overloadpacket", None) in _INTO_GIVEN
+
+    def _node(self, task: Task) -> fx.Node:
+        return self.half.order[task.steps[0]]
 
     def _free(self, number: int, at: int) -> None:
         block = self.block.get(number)
