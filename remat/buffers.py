@@ -290,15 +290,14 @@ class Half:
 
         It runs where the addition was, so what is multiplied lives until then (`post_grad.is_valid_addmm_fusion`).
         """
-        found = {}
+        found: dict[int, int] = {}
         newest: dict[fx.Node, int] = {}
         for step, node in enumerate(self.order):
             if node.target is aten.add.Tensor and not node.kwargs:
-                for one, other in (node.args, node.args[::-1]):
-                    if isinstance(one, fx.Node) and isinstance(other, fx.Node) and self._is_product(newest.get(one)):
-                        if self._fits_product(step, one, other):
-                            found[step] = newest[one]
-                            break
+                both = node.all_input_nodes
+                for one, other in (both, both[::-1]) if len(both) == 2 else ():
+                    if self._is_product(newest.get(one)) and self._fits_product(step, one, other):
+                        found.setdefault(step, newest[one])
             newest[node] = step
         return found
 
@@ -322,7 +321,7 @@ class Half:
     # --- values -------------------------------------------------------------------------------------------
 
     def _value(self, node: fx.Node) -> Any:
-        """The newest value of a node; what is there from the start is a buffer, but constants are made where they are read."""
+        """The newest value of a node: what is there from the start is a buffer, but constants are made by readers."""
         if node not in self._values:
             tensors = tensors_of(node.meta.get("val"))
             if tensors and ops.kind(node) is Kind.FACTORY:
@@ -519,8 +518,8 @@ class Half:
         buffer = self._new(whole.shape, whole.itemsize, step)  # after its parts: what is needed has the lower number
         buffer.written_bytes = 0
         buffer.after = frozenset(parts)
-        for part in parts:
-            self.buffers[part].inside = buffer.index
+        for number in parts:
+            self.buffers[number].inside = buffer.index
         self._becomes(whole, buffer)
         return Value(whole)
 

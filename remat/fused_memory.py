@@ -142,11 +142,12 @@ class _Player:
 
     def play(self, names: Sequence[str], roles: Mapping[fx.Node, Role]) -> None:
         """Run every kernel; `names` are those of the half's nodes, in order."""
-        self._names, self._roles = names, {}
+        self._names = names
+        self._roles: dict[int, Role] = {}
         for node, role in roles.items():
             self._roles |= dict.fromkeys(map(self._root, self.half.results.get(node, ())), role)
         for buffer in self.half.buffers:
-            if buffer.node in self.given:
+            if buffer.node is not None and buffer.node in self.given:
                 self.block[buffer.index] = self.given[buffer.node]
         for tasks in self._calls():
             for task in tasks:

@@ -49,7 +49,7 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Lowering:
-    """A plan as Inductor would run it, predicted: the kernels of the forward and of the backward, with their buffers."""
+    """A plan as Inductor would run it, predicted: kernels and buffers of the forward and of the backward."""
 
     forward_half: Half
     backward_half: Half

@@ -8,7 +8,7 @@ depth first. They are followed here on predicted kernels, ties included.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -160,8 +160,11 @@ class Graph:
 
     def best(self) -> list[Task]:
         """The order of least estimated peak; of equals the first tried."""
-        orders: list[Callable[[], list[Task]]] = [lambda: self.tasks, self._lpmf, self._breadth, self._depth]
-        return min((order() for order in orders), key=lambda order: max(self.levels(order), default=0))
+        return min(self.orders(), key=lambda order: max(self.levels(order), default=0))
+
+    def orders(self) -> list[list[Task]]:
+        """All that Inductor tries, its own first."""
+        return [self.tasks, self._lpmf(), self._breadth(), self._depth()]
 
     def _lpmf(self) -> list[Task]:
         """`topological_sort_lpmf`: of the tasks that stay below the peak so far the one that leaves least alive."""
