@@ -270,7 +270,7 @@ class Planned:
         start = time.thread_time()
         seeds = [default, planner._obeying_the_rules(planner.torch_default()).plan]
         peaks = PeakPlanner(
-            planner.joint, planner.costs, planner.rules, planner.settings, planner.scratch, seeds
+            planner.joint, planner.costs, planner.rules, planner.settings, planner.scratch, seeds, planner.estimate_of
         )
         with partitioner.no_collection():
             assert peaks.frontier.points

@@ -7,6 +7,8 @@ the weight's gradient moves from the start of the backward to its end, and the g
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -14,61 +16,50 @@ import torch
 from torch import fx
 
 from remat import ops
-from remat.costs import owned_bytes
 from remat.ops import Kind
 from remat.passes.normalize import copy_module
 from remat.passes.partition import Partition
 
 aten = torch.ops.aten
-FREE: Final = (Kind.VIEW, Kind.SYMBOLIC, Kind.CONSTANT)
+# Kinds of operators that run outside of generated kernels.
+OUTSIDE: Final = (Kind.CONTRACTION, Kind.EXTERN)
 
 
 def keep_matmuls_apart(partition: Partition) -> Partition:
-    """Where moving a matmul of the backward would keep more alive than its result takes, say `c + mm` as `c - (-mm)`.
+    """Where an operator outside of the kernels runs between a matmul of the backward and the addition, keep it there.
 
-    Bit for bit the same, the negation inlined into the subtraction, and no pattern of Inductor's.
+    If the other summand is a matmul that stays where it is, it is named second, which Inductor takes; else `c + mm`
+    becomes `c - (-mm)`: bit for bit the same, the negation inlined into the subtraction, and no pattern of Inductor's.
     """
     module = copy_module(partition.backward)
     order = list(module.graph.nodes)
+    outside = [number for number, node in enumerate(order) if ops.kind(node) in OUTSIDE]
     place = {node: number for number, node in enumerate(order)}
+
+    def moves(node: object, addition: fx.Node) -> bool:
+        return _is_product(node) and is_moved(place[node], place[addition], outside)
+
     for node in order:
         if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
             continue
-        for product, other in (node.args, reversed(node.args)):
-            if _is_product(product) and isinstance(other, fx.Node) and _keeps_memory(product, node, order, place):
-                _subtract_the_negative(product, other, node)
+        for product, other in (node.args, node.args[::-1]):
+            if moves(product, node) and isinstance(other, fx.Node):
+                if _is_product(other) and not moves(other, node):
+                    node.args = (product, other)
+                else:
+                    _subtract_the_negative(product, other, node)
                 break
     module.recompile()
     return replace(partition, backward=module)
 
 
+def is_moved(product: int, addition: int, outside: Sequence[int]) -> bool:
+    """Whether one of the growing places `outside` lies between those of a product and of its addition."""
+    return bisect.bisect(outside, product) < bisect.bisect_left(outside, addition)
+
+
 def _is_product(node: object) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.mm.default and len(node.users) == 1
-
-
-def _keeps_memory(product: fx.Node, addition: fx.Node, order: list[fx.Node], place: dict[fx.Node, int]) -> bool:
-    """Whether the matmul reads more memory than it makes, free by the addition otherwise; and something is between."""
-    between = order[place[product] + 1 : place[addition]]
-    if all(ops.kind(node) in FREE for node in between):
-        return False
-    freed = sum(
-        owned_bytes(base)
-        for base in {ops.view_base(argument) for argument in product.all_input_nodes}
-        if base.op != "placeholder" and _last_reader(base, place) < place[addition]
-    )
-    return freed > owned_bytes(product)
-
-
-def _last_reader(base: fx.Node, place: dict[fx.Node, int]) -> int:
-    """The place of the last node that reads a piece of memory, through whatever views."""
-    last, pending = place[base], [base]
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            last = max(last, place[user])
-            if ops.is_view(user):
-                pending.append(user)
-    return last
 
 
 def _subtract_the_negative(product: fx.Node, other: fx.Node, addition: fx.Node) -> None:

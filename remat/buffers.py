@@ -8,6 +8,7 @@ it (`GraphLowering.run_node`, `StorageBox.should_realize_on_reuse`), on loads th
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch import fx
 from remat import ops, torch_internals
 from remat.costs import NOMINAL_SIZE, tensors_of
 from remat.ops import Kind
+from remat.passes.apart import OUTSIDE, is_moved
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -54,6 +56,11 @@ _NEED_MEMORY: Final = frozenset(
         aten.upsample_nearest2d, aten._int_mm,
     }
 )  # fmt: skip
+# Operators outside that want their arguments in an order of strides: each makes its own copy of what is not in memory
+# yet (`sdpa_constraint`, `constrain_conv_bwd_to_fx_strides`), and four calls four copies of a mask.
+_CONSTRAINED: Final = ("attention", "convolution_backward")
+# Products of matrices, each factor of which lies in memory element by element.
+_PRODUCTS: Final = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 # Pointwise operators that do not read element by element: what they read is not known to line up with the result.
 _GATHERING: Final = frozenset(
     {
@@ -62,6 +69,8 @@ _GATHERING: Final = frozenset(
         aten.diagonal_scatter, aten.index_select,
     }
 )  # fmt: skip
+# Of those the ones that read a tensor at a shifted place.
+_SHIFTING: Final = frozenset({aten.slice_scatter, aten.constant_pad_nd})
 # Reductions over windows: lowered element by element.
 _WINDOWS: Final = frozenset({aten.avg_pool2d, aten.max_pool2d_with_indices, prims._low_memory_max_pool_with_offsets})
 # Operators that fill a buffer and then add or write into it.
@@ -107,6 +116,7 @@ class Buffer:
         reduced; None for what is not generated.
     step: the place in the order where it came to be. steps: the places whose results it computes. after: buffers that
     must be there before it, loads aside. written_bytes: what writing it moves. kept: whether it is an output.
+    inside: the buffer whose memory it is written to, where it has none of its own. node: of an input, the value.
     """
 
     index: int
@@ -121,6 +131,8 @@ class Buffer:
     written_bytes: int = 0
     kept: bool = False
     extern: bool = False
+    inside: int | None = None
+    node: fx.Node | None = None
 
 
 class Cell:
@@ -232,24 +244,40 @@ class Half:
     """Forward or backward, lowered: its buffers in the order in which they come to be.
 
     order: the nodes that run; a node may run more than once, and what it reads and does not run is there from the
-    start. outputs: what is returned. views: what is known of the graph's views.
+    start. outputs: what is returned. views: what is known of the graph's views. cloned: inputs that Inductor copies
+    before anything else (`channels_last`). keeps_products: products stay where they are (`passes.apart`).
     """
 
     def __init__(
-        self, order: Sequence[fx.Node], outputs: Sequence[fx.Node], limits: Limits, views: Views | None = None
+        self,
+        order: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        limits: Limits,
+        views: Views | None = None,
+        cloned: Iterable[fx.Node] = (),
+        keeps_products: bool = False,
     ) -> None:
         self.order = order
+        self.keeps_products = keeps_products
         self.limits = limits
         self._viewed: Views = {} if views is None else views
         self.buffers: list[Buffer] = []
         self._values: dict[fx.Node, Any] = {}
         self._outputs = set(outputs)
         self._users, last = self._find_users()
+        self._products = self._find_products()
+        absorbed = set(self._products.values())
+        for node in cloned:
+            self._clone(node)
         for step, node in enumerate(order):
-            self._values[node] = self._lower(step, node, last[node] == step)
+            if step not in absorbed:
+                self._values[node] = self._lower(step, node, last[node] == step)
+        self.results: dict[fx.Node, tuple[int, ...]] = {}  # the buffers of each output
         for node in outputs:
-            for value in _leaves(self._values.get(node)):
-                self._realize(value.cell).kept = True
+            buffers = [self._realize(value.cell) for value in _leaves(self._values.get(node))]
+            for buffer in buffers:
+                buffer.kept = True
+            self.results[node] = tuple(buffer.index for buffer in buffers)
 
     def _find_users(self) -> tuple[list[list[int]], dict[fx.Node, int]]:
         """For each step the steps that read its result, and for each node its last run."""
@@ -262,19 +290,59 @@ class Half:
             newest[node] = step
         return users, newest
 
+    def _find_products(self) -> dict[int, int]:
+        """Additions of a product that nobody else reads, with the step of the product: Inductor makes them one `addmm`.
+
+        It runs where the addition was, so what is multiplied lives until then (`post_grad.is_valid_addmm_fusion`).
+        """
+        found: dict[int, int] = {}
+        newest: dict[fx.Node, int] = {}
+        outside = [step for step, node in enumerate(self.order) if ops.kind(node) in OUTSIDE]
+        for step, node in enumerate(self.order):
+            if node.target is aten.add.Tensor and not node.kwargs:
+                both = node.all_input_nodes
+                # The second summand is tried first (the order of Inductor's patterns).
+                for one, other in (both[::-1], both) if len(both) == 2 else ():
+                    if not self._is_product(newest.get(one)) or not self._fits_product(step, one, other):
+                        continue
+                    if not (self.keeps_products and is_moved(newest[one], step, outside)):
+                        found.setdefault(step, newest[one])
+            newest[node] = step
+        return found
+
+    def _is_product(self, step: int | None) -> bool:
+        if step is None or self.order[step].target is not aten.mm.default:
+            return False
+        return len(self._users[step]) == 1 and self.order[step] not in self._outputs
+
+    def _fits_product(self, step: int, product: fx.Node, other: fx.Node) -> bool:
+        """Whether the other is as large or is broadcast; on a GPU pointwise readers take the addition instead."""
+        value = other.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return False
+        sizes, whole = _sizes(value.shape), _sizes(product.meta["val"].shape)
+        if len(sizes) > len(whole) or any(a not in (1, b) for a, b in zip(sizes[::-1], whole[::-1], strict=False)):
+            return False
+        if self.limits.outer_loops or self.order[step] in self._outputs:
+            return True
+        return not all(ops.kind(self.order[user]) is Kind.POINTWISE for user in self._users[step])
+
     # --- values -------------------------------------------------------------------------------------------
 
     def _value(self, node: fx.Node) -> Any:
-        """The newest value of a node; what is there from the start is a buffer."""
+        """The newest value of a node: what is there from the start is a buffer, but constants are made by readers."""
         if node not in self._values:
             tensors = tensors_of(node.meta.get("val"))
-            self._values[node] = self._input(tensors[0]) if tensors else None
+            if tensors and ops.kind(node) is Kind.FACTORY:
+                self._values[node] = Value(Cell(_sizes(tensors[0].shape), tensors[0].dtype.itemsize))
+            else:
+                self._values[node] = self._input(node, tensors[0]) if tensors else None
         return self._values[node]
 
-    def _input(self, tensor: torch.Tensor) -> Value:
+    def _input(self, node: fx.Node, tensor: torch.Tensor) -> Value:
         cell = Cell(_sizes(tensor.shape), tensor.dtype.itemsize)
         cell.buffer = self._new(cell.shape, cell.itemsize, -1)
-        cell.buffer.shape = cell.shape
+        cell.buffer.node = node
         cell.loads = (Load(cell.buffer.index, (cell.shape, _sizes(tensor.stride())), math.prod(cell.shape)),)
         return Value(cell)
 
@@ -308,6 +376,34 @@ class Half:
             self._becomes(cell, buffer)
         return cell.buffer  # type: ignore[return-value]
 
+    def _copied(self, value: Value) -> Value:
+        """The same in memory, where only this reader finds it."""
+        if value.cell.buffer is not None:
+            return value
+        cell = copy.copy(value.cell)
+        self._realize(cell)
+        return Value(cell, value.views)
+
+    def _written_out(self, value: Value, step: int) -> Value:
+        """A factor of a product that repeats its elements, written out: each product makes its own copy."""
+        loads = self._loads(value)
+        if len(loads) != 1 or all(stride or size < 2 for size, stride in zip(*loads[0].layout, strict=True)):
+            return value
+        cell = Cell(loads[0].layout[0], value.cell.itemsize)
+        buffer = self._new(cell.shape, cell.itemsize, step)
+        buffer.steps, buffer.loads = value.cell.steps, tuple(loads)
+        buffer.loops = (merged([loads[0].layout, contiguous(cell.shape)], cell.shape), ())
+        self._becomes(cell, buffer)
+        return Value(cell)
+
+    def _clone(self, node: fx.Node) -> None:
+        """Copy an input: whatever reads it, and whoever it is returned to, gets the copy."""
+        source = self._value(node).cell
+        cell = Cell(source.shape, source.itemsize)
+        cell.loads = source.loads
+        self._realize(cell)
+        self._values[node] = Value(cell)
+
     def _becomes(self, cell: Cell, buffer: Buffer) -> None:
         cell.buffer = buffer
         cell.loads = (Load(buffer.index, contiguous(cell.shape), math.prod(cell.shape)),)
@@ -329,6 +425,11 @@ class Half:
         packet = getattr(node.target, "overloadpacket", node.target)
         if kind is Kind.VIEW:
             value = self._view(node)
+        elif step in self._products:
+            product = self._products[step]
+            values = self._arguments(self.order[product])
+            other = next(a for a in node.all_input_nodes if a is not self.order[product])
+            value = self._extern(product, self.order[product], [*_leaves(self._value(other)), *values], step)
         elif ops.is_mutating(node) and packet is aten.copy_:
             value = self._write(step, node)
         elif packet in _SCATTERING:
@@ -358,7 +459,8 @@ class Half:
         many = cell.operations > limits.operations
         if len(set(users)) + returned > 1:
             packets = {getattr(self.order[user].target, "overloadpacket", None) for user in users}
-            wanted = len(cell.loads) > 1 and bool(packets & _NEED_MEMORY)
+            outside = any(ops.kind(self.order[user]) in (Kind.EXTERN, Kind.CONTRACTION) for user in users)
+            wanted = len(cell.loads) > 1 and (outside or bool(packets & _NEED_MEMORY))
             wanted |= returned and bool(cell.loads) and not value.views
             if wanted or cell.heavy or many or len(cell.loads) > limits.reads:
                 self._realize(cell)
@@ -382,15 +484,20 @@ class Half:
             return [Value(value.cell, (*value.views, _Piece(node, place))) for place in range(len(node.meta["val"]))]
         return Value(value.cell, (*value.views, node))
 
-    def _inlined(self, step: int, tensor: torch.Tensor, values: Sequence[Value], gathers: bool) -> Cell:
+    def _inlined(
+        self, step: int, tensor: torch.Tensor, values: Sequence[Value], gathers: bool, shifts: bool = False
+    ) -> Cell:
         """A cell that computes a tensor from values, element by element, or from wherever its elements lie."""
         cell = Cell(_sizes(tensor.shape), tensor.dtype.itemsize, (step,))
         total = math.prod(cell.shape)
         loads: dict[tuple[int, Layout, int], Load] = {}
         for place, value in enumerate(values):
             for load in self._loads(value):
-                indirect = gathers and place == 0 and load.layout[0] != cell.shape
-                if indirect:
+                moved = shifts and len(load.layout[0]) == len(cell.shape)
+                indirect = gathers and not moved and place == 0 and load.layout[0] != cell.shape
+                if moved:
+                    layout = (cell.shape, load.layout[1])
+                elif indirect:
                     layout = contiguous(cell.shape)
                 elif gathers and load.layout[0] == cell.shape[: len(load.layout[0])]:
                     # The indices of rows: the same along each row.
@@ -411,7 +518,8 @@ class Half:
         values = self._arguments(node)
         results = []
         for tensor in tensors_of(node.meta.get("val")):
-            cell = self._inlined(step, tensor, values, packet in _GATHERING | _WINDOWS or packet is aten.cat)
+            gathers = packet in _GATHERING | _WINDOWS or packet is aten.cat
+            cell = self._inlined(step, tensor, values, gathers, packet in _SHIFTING)
             cell.heavy |= getattr(packet, "__name__", "") in self.limits.heavy
             results.append(Value(cell))
         return results if isinstance(node.meta.get("val"), list | tuple) else (results[0] if results else None)
@@ -431,6 +539,8 @@ class Half:
         buffer = self._new(whole.shape, whole.itemsize, step)  # after its parts: what is needed has the lower number
         buffer.written_bytes = 0
         buffer.after = frozenset(parts)
+        for number in parts:
+            self.buffers[number].inside = buffer.index
         self._becomes(whole, buffer)
         return Value(whole)
 
@@ -458,10 +568,12 @@ class Half:
         written = self._realize(adding)
         written.after = frozenset((target.index,))
         written.kept = True
+        written.inside = target.index
         whole = Cell(filled.shape, filled.itemsize)
         buffer = self._new(whole.shape, whole.itemsize, step)
         buffer.written_bytes = 0
         buffer.after = frozenset((written.index,))
+        buffer.inside = target.index
         target.kept = True
         self._becomes(whole, buffer)
         return Value(whole)
@@ -542,14 +654,20 @@ class Half:
         spread.loads = (Load(mean.buffer.index, layout, math.prod(mean.shape)),)
         return [Value(spread)]
 
-    def _extern(self, step: int, node: fx.Node) -> Any:
-        """An operator outside: its arguments are in memory, and so are its results."""
-        values = self._arguments(node)
+    def _extern(
+        self, step: int, node: fx.Node, values: Sequence[Value] | None = None, at: int | None = None
+    ) -> Any:
+        """An operator outside: its arguments are in memory, and so are its results; `at`: it runs at another step."""
+        values = self._arguments(node) if values is None else values
+        if any(word in str(node.target) for word in _CONSTRAINED):
+            values = [self._copied(value) for value in values]
+        elif getattr(node.target, "overloadpacket", None) in _PRODUCTS:
+            values = [self._written_out(value, step) for value in values]
         read = tuple(dict.fromkeys(self._realize(value.cell).index for value in values))
         results: list[Any] = []
         for tensor in tensors_of(node.meta.get("val")):
             cell = Cell(_sizes(tensor.shape), tensor.dtype.itemsize)
-            buffer = self._new(cell.shape, cell.itemsize, step)
+            buffer = self._new(cell.shape, cell.itemsize, step if at is None else at)
             buffer.steps, buffer.after, buffer.extern = frozenset((step,)), frozenset(read), True
             self._becomes(cell, buffer)
             cell.loads = (Load(buffer.index, (cell.shape, _sizes(tensor.stride())), math.prod(cell.shape)),)

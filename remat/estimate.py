@@ -6,6 +6,7 @@ outside what it was timed at, or was learned, or its own roofline (Williams et a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,12 +28,15 @@ class Estimate:
     @cached_property
     def lowering(self) -> Lowering:
         """The kernels that Inductor would make."""
-        return fusion.predict(self.plan)
+        return fusion.predict(self.plan, self.costs.settings.keeps_schedule())
 
     @cached_property
     def step_seconds(self) -> float:
         """Forward and backward."""
-        halves = ((self.lowering.forward, self.lowering.forward_order), (self.lowering.backward, self.plan.backward))
+        halves = (
+            (self.lowering.forward, self.lowering.forward_order),
+            (self.lowering.backward, self.lowering.backward_order),
+        )
         return sum(self.kernel_seconds(kernel, order) for kernels, order in halves for kernel in kernels)
 
     @cached_property
@@ -41,7 +45,7 @@ class Estimate:
         flops = self.costs.flops
         return sum(flops.get(node, 0) for node in (*self.plan.forward, *self.plan.backward))
 
-    def kernel_seconds(self, kernel: Kernel, order: tuple[fx.Node, ...]) -> float:
+    def kernel_seconds(self, kernel: Kernel, order: Sequence[fx.Node]) -> float:
         """One launch of a predicted kernel."""
         nodes = [order[step] for step in kernel.steps]
         if kernel.extern:

@@ -54,14 +54,9 @@ class Settled:
     peak_bytes: int | None
 
 
-def keeps_schedule(settings: Settings) -> bool:
-    """Whether Inductor is held to the plan's schedule: under a budget, which its own would break."""
-    return settings.budget is not None and settings.inner == "inductor" and settings.partitioner == "remat"
-
-
 def schedule(settings: Settings) -> contextlib.AbstractContextManager[None]:
     """Around whatever lowers a graph: what holds Inductor to the plan's schedule, where the settings want it."""
-    return torch_internals_schedule.kept_schedule() if keeps_schedule(settings) else contextlib.nullcontext()
+    return torch_internals_schedule.kept_schedule() if settings.keeps_schedule() else contextlib.nullcontext()
 
 
 def is_wanted(settings: Settings, joint: JointGraph) -> bool:
@@ -155,7 +150,7 @@ class Exactly:
     def _partition(self, plan: Plan) -> Partition:
         if plan not in self._partitions:
             partition = passes.rewrite(plan, self.planner.rules)
-            held = keeps_schedule(self.planner.settings)
+            held = self.planner.settings.keeps_schedule()
             self._partitions[plan] = keep_matmuls_apart(partition) if held else partition
         return self._partitions[plan]
 

@@ -8,10 +8,11 @@ generated code in traffic and number of kernels.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -20,6 +21,7 @@ from torch import fx
 
 from remat import torch_internals
 from remat.buffers import CPU_LIMITS, GPU_LIMITS, Buffer, Half, Layout, Limits, Views, contiguous, normal
+from remat.channels_last import cloned_inputs
 from remat.joint import JointGraph
 from remat.plan import Plan
 
@@ -35,23 +37,39 @@ NEIGHBOURS: Final = 64
 class Kernel:
     """One kernel: the places in the order that it computes, the bytes that it reads and writes.
 
-    extern: an operator outside of the generated code, at `steps[0]`.
+    extern: an operator outside of the generated code, at `steps[0]`. buffers: what it computes, by number in its half,
+    in the order of the code.
     """
 
     steps: tuple[int, ...]
     read_bytes: int
     written_bytes: int
     extern: bool
+    buffers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Lowering:
-    """A plan as Inductor would run it, predicted: the kernels of the forward and of the backward."""
+    """A plan as Inductor would run it, predicted: kernels and buffers of the forward and of the backward.
 
-    forward_order: tuple[fx.Node, ...]
-    backward_order: tuple[fx.Node, ...]
+    held: to the plan's schedule.
+    """
+
+    forward_half: Half
+    backward_half: Half
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+    held: bool = False
+
+    @property
+    def forward_order(self) -> Sequence[fx.Node]:
+        """The forward's nodes, which its kernels' steps count."""
+        return self.forward_half.order
+
+    @property
+    def backward_order(self) -> Sequence[fx.Node]:
+        """The backward's nodes."""
+        return self.backward_half.order
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -69,15 +87,20 @@ class Lowering:
         return sum(not kernel.extern for kernel in self.kernels)
 
 
-def predict(plan: Plan) -> Lowering:
-    """The kernels of a plan under Inductor, on the device of its joint graph."""
+def predict(plan: Plan, held: bool = False) -> Lowering:
+    """The kernels of a plan under Inductor, on the device of its joint graph.
+
+    held: Inductor is held to the plan's schedule (`torch_internals_schedule`).
+    """
     joint = plan.joint
     limits = CPU_LIMITS if joint.device.type in ("cpu", "meta") else GPU_LIMITS
     forward = tuple(node for node in plan.forward if node.op == "call_function")
     views = _views_of(joint)
-    first = Half(forward, [*joint.forward_outputs, *plan.saved], limits, views)
-    second = Half(plan.backward, joint.backward_outputs, limits, views)
-    return Lowering(forward, plan.backward, kernels_of(first), kernels_of(second))
+    copies = cloned_inputs(forward, joint.device)
+    first = Half(forward, [*joint.forward_outputs, *plan.saved], limits, views, copies)
+    second = Half(plan.backward, joint.backward_outputs, limits, views, keeps_products=held)
+    late = joint.tangent_closure if held else None
+    return Lowering(first, second, kernels_of(first), kernels_of(second, late), held)
 
 
 @functools.lru_cache(maxsize=4)
@@ -85,9 +108,12 @@ def _views_of(joint: JointGraph) -> Views:
     return {}
 
 
-def kernels_of(half: Half) -> tuple[Kernel, ...]:
-    """The kernels of one half, in the order of their first steps."""
-    fuser = _Fuser(half)
+def kernels_of(half: Half, of_tangents: Set[fx.Node] | None = None) -> tuple[Kernel, ...]:
+    """The kernels of one half, in the order of their first steps.
+
+    of_tangents: of a backward whose recomputation stays where it is, what is no recomputation.
+    """
+    fuser = _Fuser(half, of_tangents)
     fuser.fuse()
     return tuple(fuser.kernels())
 
@@ -125,8 +151,10 @@ class _Group:
 
 
 class _Fuser:
-    def __init__(self, half: Half) -> None:
+    def __init__(self, half: Half, of_tangents: Set[fx.Node] | None) -> None:
         self.half = half
+        self.of_tangents = of_tangents
+        self.outside = [buffer.index for buffer in half.buffers if buffer.extern]
         self.limits: Limits = half.limits
         self.size = {buffer.index: buffer for buffer in half.buffers}
         # One place for each buffer: generated ones start as groups, an operator's results are one.
@@ -210,7 +238,23 @@ class _Fuser:
                 return False
         elif self._shared(first, second) < SHARED_BYTES or not self._fits(first, second):
             return False
+        else:
+            return not self._runs_earlier(first, second)
         return True
+
+    def _runs_earlier(self, one: _Group, two: _Group) -> bool:
+        """Whether a recomputation would join what runs before it, with an operator outside in between."""
+        if self.of_tangents is None:
+            return False
+        first, second = sorted((one, two), key=lambda group: min(buffer.index for buffer in group.buffers))
+        end, start = max(b.index for b in first.buffers), min(b.index for b in second.buffers)
+        if bisect.bisect(self.outside, start) <= bisect.bisect(self.outside, end):
+            return False
+        return any(self._is_recomputed(buffer) for buffer in second.buffers)
+
+    def _is_recomputed(self, buffer: Buffer) -> bool:
+        assert self.of_tangents is not None
+        return all(self.half.order[step] not in self.of_tangents for step in buffer.steps)
 
     def _something_between(self, one: int, two: int) -> bool:
         """Whether what the second reads besides the first needs the first."""
@@ -335,7 +379,9 @@ class _Fuser:
                 outside[buffer.step].append(buffer)
         for step, results in outside.items():
             read = sum(self.size[index].size_bytes for index in results[0].after)
-            found.append((step, Kernel((step,), read, sum(b.size_bytes for b in results), True)))
+            numbers = tuple(buffer.index for buffer in results)
+            steps = tuple(results[0].steps)
+            found.append((step, Kernel(steps, read, sum(b.size_bytes for b in results), True, numbers)))
         for _, kernel in sorted(found, key=lambda pair: pair[0]):
             yield kernel
 
@@ -350,4 +396,4 @@ class _Fuser:
         read = sum(min(count, self.size[index].size_bytes) for index, count in counts.items())
         written = sum(b.written_bytes for b in group.buffers if b.kept or readers[b.index] - {place})
         steps = frozenset().union(*(buffer.steps for buffer in group.buffers))
-        return Kernel(tuple(sorted(steps)), read, written, False)
+        return Kernel(tuple(sorted(steps)), read, written, False, tuple(b.index for b in group.buffers))

@@ -6,8 +6,7 @@ to their last use in the backward; gradients to its end, since AOTAutograd retur
 gradients from the start of the backward to their last use, a loss' to its end. What runs again makes new memory, which
 later readers take.
 
-Fused (Inductor), a pointwise value whose readers can all compute it in their own kernels is never written: it
-takes no memory, and what it is computed from lives until those readers have run.
+This is what runs op by op; under Inductor `fused_memory` plays the kernels that it makes.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class Timeline:
         return self.alive_bytes.index(self.peak_bytes) if self.peak_bytes in self.alive_bytes else None
 
 
-def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timeline:
-    """Play a plan's forward and backward, under Inductor (`fused`) or op by op.
+def simulate(plan: Plan, scratch: Scratch | None = None) -> Timeline:
+    """Play a plan's forward and backward op by op.
 
     `scratch` gives the bytes that an operator's kernel takes for itself while it runs.
     """
@@ -109,21 +108,21 @@ def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timelin
     lasting = dict.fromkeys(saved, Role.SAVED) | dict.fromkeys(held, Role.OUTPUT)
     again = dict.fromkeys((n for n in plan.backward if n not in joint.tangent_closure), Role.RECOMPUTED)
     ending = dict.fromkeys(gradients, Role.GRADIENT)
-    first = _Pass(_facts(joint), forward, fused, (), held | saved, lasting | ending, scratch)
-    second = _Pass(_facts(joint), plan.backward, fused, passed, to_the_end, again | ending, scratch)
+    first = _Pass(_facts(joint), forward, (), held | saved, lasting | ending, scratch)
+    second = _Pass(_facts(joint), plan.backward, passed, to_the_end, again | ending, scratch)
     start, end = len(forward), len(forward) + len(plan.backward) - 1
     # What the caller holds and the backward computes again is there twice.
     only_held = sorted(held - saved, key=joint.index.__getitem__)
     returned = [life for node in only_held if (life := _held(node, start, end)).bytes]
     lives = [*first.lives(), *returned]
     lives += [replace(life, born=life.born + start, last=life.last + start) for life in second.lives()]
-    alive = _alive([life for life in lives if life.role is not Role.SCRATCH], end + 1)
+    alive = alive_at_each([life for life in lives if life.role is not Role.SCRATCH], end + 1)
     for life in lives:
         if life.role is Role.SCRATCH:
             alive[life.born] += life.bytes
     return Timeline(
         tuple(alive),
-        _call_names(plan) + plan.backward_names,
+        call_names(plan) + plan.backward_names,
         len(forward),
         sum(map(_storage_bytes, saved)),
         sum(map(_storage_bytes, passed)) + sum(life.bytes for life in returned),
@@ -131,7 +130,7 @@ def simulate(plan: Plan, fused: bool, scratch: Scratch | None = None) -> Timelin
     )
 
 
-def _call_names(plan: Plan) -> tuple[str, ...]:
+def call_names(plan: Plan) -> tuple[str, ...]:
     named = zip(plan.forward, plan.forward_names, strict=True)
     return tuple(name for node, name in named if node.op == "call_function")
 
@@ -140,7 +139,7 @@ def _held(node: fx.Node, start: int, end: int) -> Life:
     return Life(node.name, Role.OUTPUT, _storage_bytes(node), start, end)
 
 
-def _alive(lives: Iterable[Life], steps: int) -> list[int]:
+def alive_at_each(lives: Iterable[Life], steps: int) -> list[int]:
     change = [0] * (steps + 1)
     for life in lives:
         if life.last >= life.born:
@@ -164,7 +163,6 @@ class _Facts:
     """What the simulator asks of a node again and again, looked up once for each joint graph."""
 
     def __init__(self, joint: JointGraph) -> None:
-        self.kind = {node: ops.kind(node) for node in joint.nodes}
         self.base = {node: ops.view_base(node) for node in joint.nodes}
         self.read = {node: tuple(dict.fromkeys(self.base[a] for a in node.all_input_nodes)) for node in joint.nodes}
         self.owned = {node: owned_bytes(node) for node in joint.nodes}
@@ -190,7 +188,6 @@ class _Pass:
 
     facts: _Facts
     order: Sequence[fx.Node]
-    fused: bool
     before: Iterable[fx.Node]
     forever: set[fx.Node]
     roles: dict[fx.Node, Role]
@@ -198,7 +195,6 @@ class _Pass:
 
     def lives(self) -> list[Life]:
         """Every piece of memory: born at or before a step, not yet past its last use."""
-        runs_at = self._kernel_steps
         newest: dict[fx.Node, int] = {}  # by the node that owns memory: its place in `found`
         found: list[Any] = []
         for node in self.before:
@@ -206,20 +202,18 @@ class _Pass:
             found.append([node, _storage_bytes(node), 0, -1, Role.INCOMING if _is_tangent(node) else Role.SAVED])
         facts = self.facts
         for step, node in enumerate(self.order):
-            runs = runs_at[step]
             for base in facts.read[node]:
                 place = newest.get(base)
-                if place is not None and runs > found[place][3]:
-                    found[place][3] = runs
+                if place is not None:
+                    found[place][3] = step
             born = self._born(node, step)
             if node not in facts.is_item:
                 newest.pop(node, None)
             if not born:
                 continue
-            written = runs_at[step] == step or any(storage in self.forever for storage, _ in born)
             # A result lives at least as long as the tuple that it came in.
-            last = max([step, *(runs_at[reader] for reader in self._readers[step])]) if len(born) > 1 else step
-            for storage, size in born if written else ():  # else it is inside a later kernel, never written
+            last = max([step, *self._readers[step]]) if len(born) > 1 else step
+            for storage, size in born:
                 newest[storage] = len(found)
                 found.append([storage, size, step, last, self.roles.get(storage, Role.TEMPORARY)])
         end = len(self.order) - 1
@@ -255,21 +249,3 @@ class _Pass:
         readers = [self.order[reader] for reader in self._readers[step]]
         taken = {user.args[1]: user for user in readers if user in self.facts.is_item}
         return [(taken.get(index, node), size) for index, size in items]
-
-    @cached_property
-    def _kernel_steps(self) -> list[int]:
-        """The step at which each step's arguments are last read: its own, or its readers' if it is inlined there."""
-        steps = list(range(len(self.order)))
-        if not self.fused:
-            return steps
-        loops: set[int] = set()  # steps that a pointwise producer can be inlined into
-        for step in reversed(range(len(self.order))):
-            node, readers = self.order[step], self._readers[step]
-            kind = self.facts.kind[node]
-            kept = node in self.forever or self.facts.base[node] in self.forever
-            absorbed = bool(readers) and not kept and all(reader in loops for reader in readers)
-            if kind in (Kind.POINTWISE, Kind.REDUCTION) or (kind is Kind.VIEW and absorbed):
-                loops.add(step)
-            if absorbed and kind in (Kind.POINTWISE, Kind.VIEW, Kind.FACTORY):
-                steps[step] = max(steps[reader] for reader in readers)
-        return steps

@@ -19,7 +19,7 @@ from typing import Final
 from torch import fx
 
 from remat import costs as cost_model
-from remat import ops, torch_internals
+from remat import fused_memory, fusion, ops, torch_internals
 from remat.budgets import Certificate, PeakPlanner
 from remat.costs import Costs
 from remat.estimate import Estimate
@@ -29,7 +29,7 @@ from remat.mincut import CutSolver
 from remat.network import FlowNetwork, build
 from remat.plan import Plan, make_plan
 from remat.rules import Rules, why_invalid
-from remat.scratch import learn_scratch
+from remat.scratch import learn_scratch, learn_scratch_outside
 from remat.settings import Settings
 
 # Prices of a byte at which the default plan tries a cut, in units of reading that byte once from memory: each rung
@@ -78,7 +78,9 @@ class Candidate:
     @cached_property
     def timeline(self) -> Timeline:
         """The plan as it will run."""
-        return simulate(self.plan, self.fused, lambda node: self.scratch.get(node, 0))
+        if self.fused:
+            return fused_memory.timeline(self.plan, self.estimate.lowering, self.scratch)
+        return simulate(self.plan, lambda node: self.scratch.get(node, 0))
 
     @property
     def runs(self) -> tuple[tuple[fx.Node, ...], ...]:
@@ -115,11 +117,14 @@ class Candidate:
 
     @cached_property
     def _op_by_op_peak_bytes(self) -> int:
-        return simulate(self.plan, fused=False).peak_bytes
+        return simulate(self.plan).peak_bytes
 
     @cached_property
     def fused_peak_bytes(self) -> int:
-        return simulate(self.plan, fused=True).peak_bytes
+        """Predicted peak under Inductor."""
+        if self.fused:
+            return self.peak_bytes
+        return fused_memory.timeline(self.plan, self.estimate.lowering, {}).peak_bytes
 
 
 def has_alternatives(settings: Settings) -> bool:
@@ -167,7 +172,11 @@ class Planner:
         budget = self.settings.budget
         if not isinstance(budget, float):
             return budget if isinstance(budget, int) else 0
-        return int(budget * self.peaks.peak_bytes(self._reference.plan))
+        reference = self.reference.plan
+        if self.settings.inner != "inductor":
+            return int(budget * self.peaks.peak_bytes(reference))
+        # As PyTorch would run it, which holds Inductor to no schedule.
+        return int(budget * fused_memory.timeline(reference, fusion.predict(reference), self.scratch).peak_bytes)
 
     def certified(self, plan: Plan) -> Candidate:
         """A plan for the budget of the settings, with what is known of how good it is."""
@@ -183,7 +192,7 @@ class Planner:
         return self._obeying_the_rules(self.torchs)
 
     @cached_property
-    def _reference(self) -> Candidate:
+    def reference(self) -> Candidate:
         """What fractions are of: PyTorch's plan under our rules, which stays where it is when the default gets better.
 
         Where that is no plan at all, the default.
@@ -199,7 +208,7 @@ class Planner:
         """What plans for a budget are made by."""
         default = self._default
         seeds = [default.plan, self._obeying.plan, *([self.smallest().plan] if default.fused else [])]
-        return PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds)
+        return PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds, self.estimate_of)
 
     def promising(self, count: int, first: Candidate) -> list[Candidate]:
         """At most `count` different plans to compare by the clock: the first, then the fastest by prediction.
@@ -219,7 +228,7 @@ class Planner:
 
     def _no_larger_than_torchs(self) -> list[Candidate]:
         """PyTorch's plan, vertices of the ladder and plans between each two; those that fit within the first."""
-        torchs, prices = self._reference, self.ladder()
+        torchs, prices = self.reference, self.ladder()
         count = len(self.joint.nodes)
         places = [count * part // STRETCHES for part in range(1, STRETCHES)]
         cuts = [self._at(price) for price in prices]
@@ -273,12 +282,22 @@ class Planner:
         count_bytes = sum(cost_model.saved_bytes(node) for node in plan.saved)
         fused = self.settings.inner == "inductor"
         seconds = price / cost_model.FEMTOSECONDS
-        return Candidate(plan, Estimate(plan, self.costs), seconds, count_bytes, fused, self.scratch)
+        return Candidate(plan, self.estimate_of(plan), seconds, count_bytes, fused, self.scratch)
+
+    def estimate_of(self, plan: Plan) -> Estimate:
+        """What a step of a plan takes under Inductor; made once, so that its kernels are predicted once."""
+        if plan not in self._estimates:
+            self._estimates[plan] = Estimate(plan, self.costs)
+        return self._estimates[plan]
+
+    @cached_property
+    def _estimates(self) -> dict[Plan, Estimate]:
+        return {}
 
     @cached_property
     def scratch(self) -> dict[fx.Node, int]:
-        """What each operator's kernel takes for itself, op by op; under Inductor it is not known."""
-        return {} if self.settings.inner == "inductor" else learn_scratch(self.joint)
+        """What each operator's kernel takes for itself, op by op; under Inductor those outside of generated code."""
+        return learn_scratch_outside(self.joint) if self.settings.inner == "inductor" else learn_scratch(self.joint)
 
     def torch_default(self) -> Candidate:
         """What PyTorch's partitioner saves at its budget 1.0.

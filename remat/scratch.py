@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from remat import ops, torch_internals
+from remat import channels_last, ops, torch_internals
 from remat.costs import NOMINAL_SIZE, tensors_of
 from remat.joint import JointGraph
 from remat.ops import Kind
@@ -49,6 +49,36 @@ def learn_scratch(joint: JointGraph) -> dict[fx.Node, int]:
     nodes = [node for node in joint.nodes if _may_take_scratch(node)]
     counts = scratch_of([Call(node.target, node.args, node.kwargs) for node in nodes])
     return {node: count for node, count in zip(nodes, counts, strict=True) if count}
+
+
+def learn_scratch_outside(joint: JointGraph) -> dict[fx.Node, int]:
+    """The same for operators that Inductor leaves outside of its kernels on a CPU; elsewhere it is not known.
+
+    Where its layout optimization is on, convolutions find their arguments in channels last.
+    """
+    if joint.device.type != "cpu":
+        return {}
+    outside = (Kind.CONTRACTION, Kind.EXTERN)
+    nodes = [node for node in joint.nodes if ops.kind(node) in outside and _may_take_scratch(node)]
+    last = channels_last.is_on(joint.nodes, joint.device)
+    calls = []
+    for node in nodes:
+        moves = last and getattr(node.target, "overloadpacket", None) in (aten.convolution, aten.convolution_backward)
+        shaped = _in_channels_last if moves else _value
+        calls.append(Call(node.target, *torch.utils._pytree.tree_map(shaped, (node.args, node.kwargs))))
+    return {node: count for node, count in zip(nodes, scratch_of(calls), strict=True) if count}
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+def _in_channels_last(argument: Any) -> Any:
+    value = _value(argument)
+    if not isinstance(value, torch.Tensor) or value.ndim not in (4, 5):
+        return value
+    strides = channels_last.strides(_sizes(value.shape))
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
 
 
 def scratch_of(calls: Sequence[Call]) -> list[int]:

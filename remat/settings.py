@@ -54,6 +54,10 @@ class Settings:
         defaults = Settings()
         return all(getattr(self, name) == getattr(defaults, name) for name in WEIGHTS)
 
+    def keeps_schedule(self) -> bool:
+        """Whether Inductor is held to the plan's schedule: under a budget, which its own would break."""
+        return self.budget is not None and self.inner == "inductor" and self.partitioner == "remat"
+
     def for_compiled_code(self) -> Settings:
         """These settings with what changes no compiled code at its default: the compile cache pickles them whole."""
         free = {row.name: row.default for row in TABLE if not row.in_cache_key}

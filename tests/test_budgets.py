@@ -30,7 +30,8 @@ def peak_planner(name: str, settings: Settings = EAGER) -> tuple[Planner, PeakPl
     planner = graphs.planner(name, settings)
     torchs = planner.torch_default()
     seeds = [planner.default(torchs).plan, torchs.plan]
-    return planner, PeakPlanner(planner.joint, planner.costs, planner.rules, settings, planner.scratch, seeds)
+    known = planner.joint, planner.costs, planner.rules, settings, planner.scratch
+    return planner, PeakPlanner(*known, seeds, planner.estimate_of)
 
 
 def chosen(name: str, budget: float | int | str, **values: object) -> Candidate:
@@ -53,7 +54,7 @@ def test_every_point_is_a_valid_plan_whose_simulated_and_measured_peak_are_the_s
         assert peaks.step.sequence_of(plan) == point.sequence
         partition = passes.rewrite(plan, planner.rules)
         measured = measure(partition, planner.joint)
-        timeline = simulate(plan, fused=False)
+        timeline = simulate(plan)
         assert max(measured.alive_bytes.values()) == timeline.peak_bytes
         assert measured.peak_bytes == point.peak
 

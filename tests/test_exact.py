@@ -20,7 +20,7 @@ from bench.models import build
 from remat import exact, passes, torch_internals_schedule
 from remat.budgets import PeakPlanner
 from remat.dryrun import dry_run_partition
-from remat.exact import Exactly, keeps_schedule, search
+from remat.exact import Exactly, search
 from remat.passes.apart import keep_matmuls_apart
 from remat.plan import Plan, make_plan
 from remat.settings import Settings
@@ -281,8 +281,8 @@ def test_the_users_heuristics_of_fusion_are_still_asked() -> None:
 
 @pytest.mark.parametrize("inner", ["inductor", "eager"])
 def test_the_schedule_is_kept_under_a_budget_alone(inner: str) -> None:
-    assert not keeps_schedule(Settings(inner=inner))
-    assert keeps_schedule(Settings(inner=inner, budget=0.5)) == (inner == "inductor")
+    assert not Settings(inner=inner).keeps_schedule()
+    assert Settings(inner=inner, budget=0.5).keeps_schedule() == (inner == "inductor")
     assert isinstance(exact.schedule(Settings(inner=inner)), contextlib.nullcontext)
 
 

@@ -1,4 +1,4 @@
-"""The simulator against the allocator: byte for byte op by op, by hand on a tiny chain, and fused never above."""
+"""The simulator against the allocator: byte for byte op by op, by hand on a tiny chain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, fx
 
 from bench import memory
 from remat import passes
-from remat.costs import saved_bytes
 from remat.eager import SEED_TRUE, OpByOp
 from remat.joint import JointGraph
 from remat.memory import Timeline, simulate
@@ -104,7 +103,7 @@ def plans_of(planner: Planner) -> list[Plan]:
 def test_simulated_bytes_are_the_allocators_after_every_operator_and_at_the_peak(name: str):
     planner = graphs.planner(name, Settings(inner="eager"))
     for plan in plans_of(planner):
-        timeline = simulate(plan, fused=False)
+        timeline = simulate(plan)
         truth = measure(passes.rewrite(plan, planner.rules), planner.joint)
         assert timeline.saved_bytes == truth.saved_bytes
         simulated = predicted(timeline)
@@ -112,7 +111,7 @@ def test_simulated_bytes_are_the_allocators_after_every_operator_and_at_the_peak
         wrong = {key: (simulated[key], true) for key, true in truth.alive_bytes.items() if simulated[key] != true}
         assert wrong == {}
         assert timeline.peak_bytes == max(truth.alive_bytes.values())
-        assert simulate(plan, False, lambda node: planner.scratch.get(node, 0)).peak_bytes == truth.peak_bytes
+        assert simulate(plan, lambda node: planner.scratch.get(node, 0)).peak_bytes == truth.peak_bytes
 
 
 # --- by hand: a value of 4 x 16 floats has 256 bytes, the gradients of w (8 x 16) and x (4 x 8) 512 and 128 ---------
@@ -122,11 +121,11 @@ def cos_of_exp(x: Tensor, w: Tensor) -> Tensor:
     return torch.cos(torch.exp(x @ w))
 
 
-def timeline_of(fn: Callable[..., Any], saved: list[str], fused: bool) -> tuple[Timeline, list[tuple[str, int]]]:
+def timeline_of(fn: Callable[..., Any], saved: list[str]) -> tuple[Timeline, list[tuple[str, int]]]:
     planner = graphs.planner_of(graphs.joint_of(fn, graphs.leaf(4, 8), graphs.leaf(8, 16)))
     by_name = planner.joint.by_name
     plan = make_plan(planner.joint, [by_name[name] for name in ("primals_1", "primals_2", *saved)], "hand")
-    timeline = simulate(plan, fused)
+    timeline = simulate(plan)
     return timeline, list(zip(timeline.names, timeline.alive_bytes, strict=True))
 
 
@@ -135,7 +134,7 @@ END = [("mul_1", 1024), ("permute", 512), ("mm_1", 1024), ("permute_1", 1024), (
 
 
 def test_timeline_by_hand_with_a_saved_value():
-    timeline, steps = timeline_of(cos_of_exp, ["exp"], fused=False)
+    timeline, steps = timeline_of(cos_of_exp, ["exp"])
     forward = [("mm", 256), ("exp", 512), ("cos", 512)]
     assert steps == [*forward, ("sin", 1024), ("neg", 1280), ("mul", 1280), *END]
     assert (timeline.peak_bytes, timeline.peak_at) == (1280, "neg")
@@ -143,40 +142,25 @@ def test_timeline_by_hand_with_a_saved_value():
 
 
 def test_timeline_by_hand_with_one_operator_recomputed():
-    timeline, steps = timeline_of(cos_of_exp, ["mm"], fused=False)
+    timeline, steps = timeline_of(cos_of_exp, ["mm"])
     forward = [("mm", 256), ("exp", 512), ("cos", 768)]  # mm stays: it is saved
     assert steps == [*forward, ("exp", 1024), ("sin", 1024), ("neg", 1280), ("mul", 1280), *END]
     assert timeline.saved_bytes == 256
 
 
 def test_timeline_by_hand_with_everything_recomputed():
-    timeline, steps = timeline_of(cos_of_exp, [], fused=False)
+    timeline, steps = timeline_of(cos_of_exp, [])
     forward = [("mm", 256), ("exp", 512), ("cos", 512)]
     backward = [("mm", 768), ("exp", 1024), ("sin", 1024), ("neg", 1280), ("mul", 1280)]
     assert steps == [*forward, *backward, *END]
     assert timeline.saved_bytes == 0
 
 
-def test_timeline_by_hand_fused_writes_only_what_a_matmul_or_the_caller_reads():
-    timeline, steps = timeline_of(cos_of_exp, [], fused=True)
-    forward = [("mm", 256), ("exp", 256), ("cos", 512)]
-    backward = [("mm", 768), ("exp", 768), ("sin", 768), ("neg", 768), ("mul", 768)]
-    assert steps == [*forward, *backward, *END]
-    assert (timeline.peak_bytes, timeline.peak_at) == (1152, "mm_2")
-
-
-def test_timeline_by_hand_fused_with_a_saved_value_which_is_written():
-    timeline, steps = timeline_of(cos_of_exp, ["exp"], fused=True)
-    forward = [("mm", 256), ("exp", 512), ("cos", 512)]  # mm is read where exp is written, and then free
-    assert steps == [*forward, ("sin", 768), ("neg", 768), ("mul", 768), *END]
-    assert timeline.saved_bytes == 256
-
-
 def test_saved_value_that_the_caller_holds_too_lives_to_the_end_and_counts_once():
     def exp(x: Tensor, w: Tensor) -> Tensor:
         return torch.exp(x @ w)
 
-    timeline, steps = timeline_of(exp, ["exp"], fused=False)
+    timeline, steps = timeline_of(exp, ["exp"])
     forward = [("mm", 256), ("exp", 512)]
     assert steps == [*forward, ("mul", 768), ("permute", 512), ("mm_1", 1024), ("permute_1", 1024), ("mm_2", 1152)]
     assert timeline.saved_bytes == 256
@@ -190,32 +174,4 @@ def test_incoming_gradient_counts_where_the_backward_runs_nothing():
     plan = planner.choose()[0].plan
     assert plan.backward == ()
     assert measure(passes.rewrite(plan, planner.rules), planner.joint).peak_bytes == 512
-    assert simulate(plan, fused=False).peak_bytes == 512
-
-
-@pytest.mark.parametrize("name", graphs.MODELS)
-def test_fusion_changes_neither_the_steps_nor_what_is_saved(name: str):
-    planner = graphs.planner(name)
-    for plan in plans_of(planner):
-        fused, unfused = simulate(plan, fused=True), simulate(plan, fused=False)
-        assert fused.names == unfused.names
-        assert fused.forward_steps == unfused.forward_steps
-        assert fused.saved_bytes == unfused.saved_bytes == sum(map(saved_bytes, plan.saved))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5, 9])
-def test_fused_is_never_above_op_by_op_in_a_chain_of_pointwise_operators(depth: int):
-    """Where a value has another source, fusion can keep more alive: a mask's float source lives instead of it."""
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        for _ in range(depth):
-            x = torch.sin(torch.exp(x))
-        return x @ w
-
-    planner = graphs.planner_of(graphs.joint_of(run, graphs.leaf(4, 8), graphs.leaf(8, 16)))
-    for plan in plans_of(planner):
-        fused, unfused = simulate(plan, fused=True), simulate(plan, fused=False)
-        pairs = list(zip(fused.alive_bytes, unfused.alive_bytes, strict=True))[: fused.forward_steps]
-        assert all(less <= more for less, more in pairs)
-    free = simulate(planner.smallest().plan, fused=True)
-    assert free.peak_bytes < simulate(planner.smallest().plan, fused=False).peak_bytes
+    assert simulate(plan).peak_bytes == 512
