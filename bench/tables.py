@@ -3,7 +3,7 @@
 NAME is that of a file `bench/results/NAME.json`, or `NAME@INNER` for its rows run by one executor (`inductor`
 or `eager`); rows without an executor, such as eager ones, belong to both. NAME `flags` is the table of settings;
 `budget` and `budget-...` are the tables of bench/budget_tables.py over `bench/results/budget.json`, `kernels` and
-`kernels-random` those of bench/kernels.py.
+`kernels-random` those of bench/kernels.py, `cap` and `cap-peers` those of bench/cap_tables.py.
 
     python -m bench.tables --write      put the current results into the README
     python -m bench.tables --check      exit with status 1 if the README shows others
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import budget_tables, graphs, kernels, results
+from bench import budget_tables, cap_tables, graphs, kernels, results
 from bench.results import Row
 from remat import settings
 
@@ -78,6 +78,8 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 OWN_CELLS: dict[str, Callable[[Sequence[Row]], list[list[str]]]] = {
+    "cap": cap_tables.cells,
+    "cap-peers": cap_tables.peer_cells,
     "graphs": graphs.cells,
     "kernels": kernels.cells,
     "kernels-random": kernels.random_cells,
@@ -113,8 +115,8 @@ def rendered(document: str, folder: Path = results.RESULTS) -> str:
         stem, _, inner = name.partition("@")
         if name in budget_tables.TABLES:
             stem = "budget"
-        if name == "kernels-random":
-            stem = "kernels"
+        if name in ("kernels-random", "cap-peers"):
+            stem = name.partition("-")[0]
         rows = results.read_rows(folder / f"{stem}.json")
         selected = [row for row in rows if not inner or row.extra.get("inner") in (None, inner)]
         if not selected:
