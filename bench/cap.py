@@ -5,9 +5,10 @@
 
 The cap of a model is 2% above the smallest peak that remat has a plan for: op by op the smallest peak it names, under
 Inductor the smallest budget whose plan has an exact peak (a dry run) below it. remat, asked for the cap in bytes, then
-trains for `--steps` optimizer steps (AdamW, clipping, two accumulated micro-batches) under it: with it, without it, and
-compared with eager mode, or with remat's default plan where random numbers are drawn. Eager mode and PyTorch's
-partitioner at each of its budgets train under the same cap until they run out of memory, if they do.
+trains for `--steps` optimizer steps (AdamW, clipping, two accumulated micro-batches) under it. Compared are the same
+training without the cap, remat's default plan, whose gradients are those of the joint graph, and eager mode, unless
+random numbers are drawn, which it takes elsewhere. Eager mode and PyTorch's partitioner at each of its budgets train
+under the same cap until they run out of memory, if they do.
 
 Each row in a process of its own, written as it comes; rows measured with the same sources are not measured again.
 """
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,8 @@ from torch import Tensor
 import remat
 from bench import cap_tables, memory, results
 from bench.budget import TOLERANCE
-from bench.cap_tables import CAP, OURS, PEERS
-from bench.cap_training import Trainer, micro_batches
+from bench.cap_tables import CAP, DEFAULT_PLAN, EAGER, OURS, PEERS
+from bench.cap_training import Trainer, Training, micro_batches
 from bench.gradients import gradient_error, gradients
 from bench.models import BUILDERS, Workload, build, parse_spec
 from bench.timing import training_step, use_one_thread
@@ -220,7 +221,13 @@ def _measure_training(job: Job, variant: Variant) -> results.Row:
     # Capping collects garbage, which is quick without the objects that importing and compiling left.
     gc.collect()
     gc.freeze()
-    extra = _train(trainer, call, cap, lambda: _reference(job, workload) if variant.name == OURS else None)
+    capped = trainer.train(call, cap)
+    extra = _told(capped) | {"steps_asked": job.steps, "note": workload.note, "right": error < TOLERANCE}
+    if variant.name == OURS and capped.refusal is None:
+        others = {DEFAULT_PLAN: _default_plan(job, workload)}
+        if not workload.has_dropout:
+            others[EAGER] = workload.model
+        extra["compared"] = _compared(trainer, capped, call, others)
     return _row(
         job,
         variant.name,
@@ -230,50 +237,39 @@ def _measure_training(job: Job, variant: Variant) -> results.Row:
         peak_bytes=peak,
         compile_seconds=compile_seconds,
         gradient_error=error,
-        extra=plan_extra(summaries) | extra | {"note": workload.note, "right": error < TOLERANCE},
+        extra=plan_extra(summaries) | extra,
     )
 
 
-Reference = tuple[str, LossFunction]
+def _told(training: Training) -> dict[str, Any]:
+    """What a row keeps of the training under the cap."""
+    return {
+        "steps": len(training.losses),
+        "capped_peak_bytes": training.peak_bytes,
+        "losses": training.losses,
+        "refusal": dataclasses.asdict(training.refusal) if training.refusal else None,
+    }
 
 
-def _train(
-    trainer: Trainer, call: LossFunction, cap_bytes: int, reference: Callable[[], Reference | None]
+def _compared(
+    trainer: Trainer, capped: Training, call: LossFunction, others: Mapping[str, LossFunction]
 ) -> dict[str, Any]:
-    """Train under the cap; where there is a reference, without it too, and the reference."""
-    capped = trainer.train(call, cap_bytes)
-    extra: dict[str, Any] = {
-        "steps_asked": trainer.steps,
-        "steps": len(capped.losses),
-        "capped_peak_bytes": capped.peak_bytes,
-        "losses": capped.losses,
-        "refusal": dataclasses.asdict(capped.refusal) if capped.refusal else None,
-    }
-    compared = reference()
-    if compared is None or capped.refusal:
-        return extra
-    uncapped = trainer.train(call, None)
-    name, other = compared
-    # Compiles, if it has to, before the training, in which that is an error.
-    training_step(other, trainer.batches[0], trainer.module.parameters())
-    truth = trainer.train(other, None)
-    return extra | {
-        "as_uncapped": capped.equals(uncapped),
-        "reference": name,
-        "as_reference": capped.equals(truth),
-        "reference_distance": capped.distance(truth),
-    }
+    """How the training under the cap differs from the same without it, and from the others' without it."""
+    found = {}
+    for name, other in {"uncapped": call, **others}.items():
+        # Compiles, if it has to, before the training, in which that is an error.
+        training_step(other, trainer.batches[0], trainer.module.parameters())
+        truth = trainer.train(other, None)
+        found[name] = {"equal": capped.equals(truth), "distance": capped.distance(truth)}
+    return found
 
 
-def _reference(job: Job, workload: Workload) -> Reference:
-    """Eager mode; where it draws random numbers, which eager mode takes elsewhere, remat's default plan."""
-    if not workload.has_dropout:
-        return "eager", workload.model
-    return "remat-default", remat_variant(job.inner, None).compile(workload.model)
+def _default_plan(job: Job, workload: Workload) -> LossFunction:
+    return remat_variant(job.inner, None).compile(workload.model)
 
 
 def _error_of_gradients(job: Job, call: LossFunction, workload: Workload) -> float:
-    """How far the gradients are from the reference's, from the same random state."""
+    """How far the gradients are from eager mode's, or from the default plan's where random numbers are drawn."""
     found = _seeded_gradients(call, workload)
     name = hashlib.sha256(f"{_sources()} {job.model} {job.inner}".encode()).hexdigest()[:16]
     # Compiling the default plan takes long, and every row of the model needs its gradients.
@@ -281,7 +277,7 @@ def _error_of_gradients(job: Job, call: LossFunction, workload: Workload) -> flo
     if file.exists():
         return gradient_error(found, torch.load(file))
     again = job.built()
-    truth = _seeded_gradients(_reference(job, again)[1], again)
+    truth = _seeded_gradients(_default_plan(job, again) if again.has_dropout else again.model, again)
     partial = file.with_suffix(".partial")
     torch.save(truth, partial)
     partial.replace(file)

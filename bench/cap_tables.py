@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from bench.results import MIB, Row
 
-CAP, OURS = "cap", "remat"
+CAP, OURS, EAGER = "cap", "remat", "eager"
+# What the training under the cap is compared with, besides eager mode.
+UNCAPPED, DEFAULT_PLAN = "uncapped", "remat's default plan"
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, -1, -1))
 DEFAULT = f"inductor-{TORCH_BUDGETS[0]}"
-PEERS = ("eager", *(f"inductor-{budget}" for budget in TORCH_BUDGETS))
+PEERS = (EAGER, *(f"inductor-{budget}" for budget in TORCH_BUDGETS))
 
 Lines = list[list[str]]
 
@@ -47,7 +49,7 @@ def outcome(row: Row) -> str:
 def cells(rows: Sequence[Row]) -> Lines:
     """A line for each model and executor: the cap, remat's training under it, and how many peers finished."""
     heading = ["model", "run by", "cap, MiB", "of PyTorch's default peak", "highest peak, MiB", "steps"]
-    heading += ["losses and weights as uncapped", "reference", "losses from the reference's"]
+    heading += [f"losses and weights against: {UNCAPPED}", DEFAULT_PLAN, EAGER]
     heading += ["others: out of memory", "wrong gradients", "finished"]
     lines = [heading]
     for caps in caps_of(rows):
@@ -70,13 +72,10 @@ def _share(cap_bytes: int, default: Row | None) -> str:
 
 
 def _compared(mine: Row) -> list[str]:
-    """As without the cap; the reference, and how far from it."""
-    if mine.extra["refusal"] is not None:
-        return [outcome(mine), "n/a", "n/a"]
-    same = "equal, to the bit" if mine.extra["as_uncapped"] else "not equal"
-    if mine.extra["as_reference"]:
-        return [same, mine.extra["reference"], "equal, to the bit"]
-    return [same, mine.extra["reference"], f"{mine.extra['reference_distance']:.1e}"]
+    """Against each other training: equal, or the largest relative difference between the losses of a step."""
+    found = mine.extra.get("compared", {})
+    differences = (found.get(name) for name in (UNCAPPED, DEFAULT_PLAN, EAGER))
+    return ["n/a" if one is None else "equal" if one["equal"] else f"{one['distance']:.1e}" for one in differences]
 
 
 def peer_cells(rows: Sequence[Row]) -> Lines:
