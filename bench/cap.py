@@ -7,7 +7,8 @@ The cap of a model is 2% above the smallest peak that remat has a plan for: op b
 Inductor the smallest budget whose plan has an exact peak (a dry run) below it. remat, asked for the cap in bytes, then
 trains for `--steps` optimizer steps (AdamW, clipping, two accumulated micro-batches) under it. Compared are the same
 training without the cap, remat's default plan, whose gradients are those of the joint graph, and eager mode, unless
-random numbers are drawn, which it takes elsewhere. Eager mode and PyTorch's partitioner at each of its budgets train
+random numbers are drawn, which it takes elsewhere; and, to tell what rounding does to these losses, eager mode from
+weights moved by 1e-7 with eager mode. Eager mode and PyTorch's partitioner at each of its budgets train
 under the same cap until they run out of memory, if they do.
 
 Each row in a process of its own, written as it comes; rows measured with the same sources are not measured again.
@@ -35,7 +36,7 @@ from torch import Tensor
 import remat
 from bench import cap_tables, memory, results
 from bench.budget import TOLERANCE
-from bench.cap_tables import CAP, DEFAULT_PLAN, EAGER, OURS, PEERS
+from bench.cap_tables import CAP, DEFAULT_PLAN, EAGER, OURS, PEERS, UNCAPPED
 from bench.cap_training import Trainer, Training, micro_batches
 from bench.gradients import gradient_error, gradients
 from bench.models import BUILDERS, Workload, build, parse_spec
@@ -61,6 +62,8 @@ SLACK = 1.02
 # Under Inductor budgets are tried in growing steps, and given up at so many times the smallest predicted peak.
 STEP, GIVE_UP = 1.04, 2.0
 SEED = 1
+# What one rounding in float32 may change of a weight, as a share of it.
+ROUNDING = 1e-7
 SOURCES = (
     *(f"bench/{name}" for name in ("models.py", "custom_models.py", "gradients.py")),
     *(f"bench/{name}" for name in ("memory.py", "native.py", "allocator.cpp", "cap.py", "cap_training.py")),
@@ -224,10 +227,10 @@ def _measure_training(job: Job, variant: Variant) -> results.Row:
     capped = trainer.train(call, cap)
     extra = _told(capped) | {"steps_asked": job.steps, "note": workload.note, "right": error < TOLERANCE}
     if variant.name == OURS and capped.refusal is None:
-        others = {DEFAULT_PLAN: _default_plan(job, workload)}
+        extra["compared"] = _compared(trainer, capped, {UNCAPPED: call, DEFAULT_PLAN: _default_plan(job, workload)})
         if not workload.has_dropout:
-            others[EAGER] = workload.model
-        extra["compared"] = _compared(trainer, capped, call, others)
+            extra["compared"] |= _compared(trainer, capped, {EAGER: workload.model})
+            extra["rounding"] = _rounding(trainer, workload.model)
     return _row(
         job,
         variant.name,
@@ -251,17 +254,25 @@ def _told(training: Training) -> dict[str, Any]:
     }
 
 
-def _compared(
-    trainer: Trainer, capped: Training, call: LossFunction, others: Mapping[str, LossFunction]
-) -> dict[str, Any]:
-    """How the training under the cap differs from the same without it, and from the others' without it."""
+def _compared(trainer: Trainer, capped: Training, others: Mapping[str, LossFunction]) -> dict[str, Any]:
+    """How the training under the cap differs from each of the others, which have none."""
     found = {}
-    for name, other in {"uncapped": call, **others}.items():
+    for name, other in others.items():
         # Compiles, if it has to, before the training, in which that is an error.
         training_step(other, trainer.batches[0], trainer.module.parameters())
         truth = trainer.train(other, None)
         found[name] = {"equal": capped.equals(truth), "distance": capped.distance(truth)}
     return found
+
+
+def _rounding(trainer: Trainer, call: LossFunction) -> float:
+    """How far two trainings get from each other whose weights at the start differ by a rounding error."""
+    torch.manual_seed(SEED)
+    moved = {
+        name: value * (1 + ROUNDING * torch.randn_like(value)) if value.is_floating_point() else value
+        for name, value in trainer.start.items()
+    }
+    return trainer.train(call, None).distance(dataclasses.replace(trainer, start=moved).train(call, None))
 
 
 def _default_plan(job: Job, workload: Workload) -> LossFunction:

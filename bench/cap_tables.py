@@ -49,7 +49,7 @@ def outcome(row: Row) -> str:
 def cells(rows: Sequence[Row]) -> Lines:
     """A line for each model and executor: the cap, remat's training under it, and how many peers finished."""
     heading = ["model", "run by", "cap, MiB", "of PyTorch's default peak", "highest peak, MiB", "steps"]
-    heading += [f"losses and weights against: {UNCAPPED}", DEFAULT_PLAN, EAGER]
+    heading += [f"losses and weights against: {UNCAPPED}", DEFAULT_PLAN, EAGER, "eager against itself, moved by 1e-7"]
     heading += ["others: out of memory", "wrong gradients", "finished"]
     lines = [heading]
     for caps in caps_of(rows):
@@ -75,7 +75,8 @@ def _compared(mine: Row) -> list[str]:
     """Against each other training: equal, or the largest relative difference between the losses of a step."""
     found = mine.extra.get("compared", {})
     differences = (found.get(name) for name in (UNCAPPED, DEFAULT_PLAN, EAGER))
-    return ["n/a" if one is None else "equal" if one["equal"] else f"{one['distance']:.1e}" for one in differences]
+    told = ["n/a" if one is None else "equal" if one["equal"] else f"{one['distance']:.1e}" for one in differences]
+    return [*told, f"{mine.extra['rounding']:.1e}" if "rounding" in mine.extra else "n/a"]
 
 
 def peer_cells(rows: Sequence[Row]) -> Lines:

@@ -108,8 +108,8 @@ def test_lines_of_the_tables() -> None:
     """A row measured under another cap, as eager mode's here, is not shown."""
     heading, line = cap_tables.cells(ROWS)
     assert len(heading) == len(line)
-    assert line[2:9] == ["10.00", "25%", "9.00", "100 of 100", "equal", "n/a", "2.0e-07"]
-    assert line[9:] == ["2", "1", "1"]
+    assert line[2:10] == ["10.00", "25%", "9.00", "100 of 100", "equal", "n/a", "2.0e-07", "n/a"]
+    assert line[10:] == ["2", "1", "1"]
     heading, line = cap_tables.peer_cells(ROWS)
     told = dict(zip(heading, line, strict=True))
     assert told["eager"] == "n/a"
