@@ -1,21 +1,44 @@
-// An allocator that counts: wraps the c10 CPU allocator in use and keeps, for every storage, its size in bytes.
-// Plain C interface, built and loaded by memory.py.
+// An allocator that counts, and refuses beyond a limit: wraps the c10 CPU allocator in use and keeps, for every
+// storage, its size in bytes. Plain C interface, built and loaded by native.py.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
 
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
 class Ledger {
  public:
+  // Bytes are promised before they are taken, so that threads together cannot exceed what each alone would not.
+  void promise(int64_t bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError,
+        bytes <= limit_ - live_ - promised_,
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate ", bytes, " bytes; refused: ",
+        live_ + promised_, " bytes live + ", bytes, " asked > limit ", limit_);
+    promised_ += bytes;
+  }
+
+  // What was promised could not be had, or is nothing.
+  void withdraw(int64_t bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    promised_ -= bytes;
+  }
+
   void allocated(void* pointer, int64_t bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
     sizes_[pointer] = bytes;
+    promised_ -= bytes;
     live_ += bytes;
     peak_ = std::max(peak_, live_);
     if (recording_) events_.push_back(bytes);
@@ -46,6 +69,12 @@ class Ledger {
     peak_ = live_;
   }
 
+  // Returns the limit until now.
+  int64_t set_limit(int64_t bytes) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return std::exchange(limit_, bytes);
+  }
+
   void record(bool on) {
     std::lock_guard<std::mutex> guard(mutex_);
     recording_ = on;
@@ -68,6 +97,8 @@ class Ledger {
   std::vector<int64_t> events_;
   int64_t live_ = 0;
   int64_t peak_ = 0;
+  int64_t promised_ = 0;
+  int64_t limit_ = kNoLimit;
   bool recording_ = false;
 };
 
@@ -89,8 +120,20 @@ void release(void* pointer) {
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    void* const pointer = wrapped->raw_allocate(bytes);
-    if (pointer != nullptr) ledger().allocated(pointer, static_cast<int64_t>(bytes));
+    const auto asked = static_cast<int64_t>(bytes);
+    ledger().promise(asked);
+    void* pointer = nullptr;
+    try {
+      pointer = wrapped->raw_allocate(bytes);
+    } catch (...) {
+      ledger().withdraw(asked);
+      throw;
+    }
+    if (pointer != nullptr) {
+      ledger().allocated(pointer, asked);
+    } else {
+      ledger().withdraw(asked);
+    }
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -119,6 +162,8 @@ int remat_meter_install() {
 int64_t remat_meter_live() { return ledger().live(); }
 int64_t remat_meter_peak() { return ledger().peak(); }
 void remat_meter_reset_peak() { ledger().reset_peak(); }
+int64_t remat_meter_set_limit(int64_t bytes) { return ledger().set_limit(bytes); }
+int64_t remat_meter_no_limit() { return kNoLimit; }
 void remat_meter_record(int on) { ledger().record(on != 0); }
 int64_t remat_meter_event_count() { return ledger().event_count(); }
 void remat_meter_read_events(int64_t* into, int64_t count) { ledger().read_events(into, count); }

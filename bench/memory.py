@@ -8,10 +8,13 @@ to its 512-byte blocks.
 **Peak** always means: gradients set to None first; the most bytes alive between the start of the forward and
 the end of the backward above what was alive before. Parameters, buffers, optimizer state and inputs do not
 count; new gradients do.
+
+`capped` proves a peak by force: what would be alive beyond it is refused.
 """
 
+import contextlib
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -69,6 +72,7 @@ class Meter(Protocol):
     def start_events(self) -> None: ...
     def event_count(self) -> int: ...
     def stop_events(self) -> Events: ...
+    def capped(self, bytes_above_entry: int) -> contextlib.AbstractContextManager[None]: ...
 
 
 class CpuMeter:
@@ -98,6 +102,18 @@ class CpuMeter:
     def stop_events(self) -> Events:
         self._library.record(False)
         return self._library.read_events()
+
+    @contextlib.contextmanager
+    def capped(self, bytes_above_entry: int) -> Iterator[None]:
+        limit = self._library.live() + bytes_above_entry
+        before = self._library.set_limit(limit)
+        try:
+            # A wider cap within a narrower one does not widen it.
+            if before is not None and before < limit:
+                self._library.set_limit(before)
+            yield
+        finally:
+            self._library.set_limit(before)
 
 
 class CudaMeter:
@@ -130,6 +146,19 @@ class CudaMeter:
         torch.cuda.memory._record_memory_history(None, device=self._index)
         return events
 
+    @contextlib.contextmanager
+    def capped(self, bytes_above_entry: int) -> Iterator[None]:
+        """The limit is on what the caching allocator takes from the driver, in segments of 2 MiB and more."""
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self._index).total_memory
+        limit = (torch.cuda.memory_reserved(self._index) + bytes_above_entry) / total
+        before = torch.cuda.get_per_process_memory_fraction(self._index)
+        torch.cuda.set_per_process_memory_fraction(min(limit, before), self._index)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self._index)
+
     def _events(self) -> Events:
         trace = torch.cuda.memory._snapshot()["device_traces"][self._index]
         signed = [
@@ -161,6 +190,22 @@ def measure(call: Callable[[], T], device: str = "cpu") -> Measurement[T]:
     meter.reset_peak()
     result = call()
     return Measurement(meter.peak() - before, meter.live() - before, result)
+
+
+@contextlib.contextmanager
+def capped(bytes_above_entry: int, device: str = "cpu") -> Iterator[None]:
+    """Refuse whatever would make more than this many bytes alive above those alive now.
+
+    What is refused raises torch.OutOfMemoryError, a RuntimeError, and is counted nowhere. Caps nest: the narrowest
+    holds. On a CPU only what was made after `install` counts as alive, and all threads share the cap. Raises
+    ValueError for a negative size.
+    """
+    if bytes_above_entry < 0:
+        raise ValueError(f"a cap of {bytes_above_entry} bytes: it may not be negative")
+    meter = install(device)
+    gc.collect()
+    with meter.capped(bytes_above_entry):
+        yield
 
 
 def step_memory(

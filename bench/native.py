@@ -34,8 +34,9 @@ class AllocatorLibrary:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        for name in ("live", "peak", "event_count"):
+        for name in ("live", "peak", "event_count", "set_limit", "no_limit"):
             getattr(library, f"remat_meter_{name}").restype = ctypes.c_int64
+        library.remat_meter_set_limit.argtypes = (ctypes.c_int64,)
         library.remat_meter_read_events.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._library = library
         code = library.remat_meter_install()
@@ -50,6 +51,15 @@ class AllocatorLibrary:
 
     def reset_peak(self) -> None:
         self._library.remat_meter_reset_peak()
+
+    def set_limit(self, live_bytes: int | None) -> int | None:
+        """From now on refuse what would make more than `live_bytes` live (None: nothing); returns the limit until now.
+
+        What is refused raises torch.OutOfMemoryError, a RuntimeError.
+        """
+        none = int(self._library.remat_meter_no_limit())
+        before = int(self._library.remat_meter_set_limit(none if live_bytes is None else live_bytes))
+        return None if before == none else before
 
     def record(self, on: bool) -> None:
         self._library.remat_meter_record(int(on))
