@@ -31,7 +31,7 @@ from bench.models import Workload, build, parse_spec
 from bench.results import Row
 from bench.timing import paired_ratio, seconds, training_step, use_one_thread
 from bench.variants import LossFunction, disable_compile_caches, parse_variant
-from remat import measured, partitioner, snapshot
+from remat import exact, measured, partitioner, snapshot
 from remat.calibrate import calibrate
 from remat.capture import joint_graph
 from remat.costs import Costs
@@ -315,7 +315,7 @@ def half_rows(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
             plan.name,
             {"budget": 0.5} if plan is ours else {},
             **results.provenance("bench.costs", "cpu"),
-            peak_bytes=dry_run_partition(plan.decision.partition, plan.decision.joint).peak_bytes,
+            peak_bytes=_peak_bytes(plan),
             extra={
                 "part": "half",
                 "sources": results.source_hash(SOURCES),
@@ -324,6 +324,12 @@ def half_rows(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
                 "predicted_peak_bytes": plan.decision.chosen.fused_peak_bytes,
             },
         )
+
+
+def _peak_bytes(plan: Running) -> int:
+    """The exact peak of the code that runs."""
+    with exact.schedule(plan.decision.planner.settings):
+        return dry_run_partition(plan.decision.partition, plan.decision.joint).peak_bytes
 
 
 def _random_within(planner: Planner, allowed: int) -> Iterator[Candidate]:

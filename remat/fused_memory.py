@@ -259,16 +259,22 @@ class _Player:
         for load in buffer.loads:
             source = self.half.buffers[load.buffer]
             block = self.block.get(load.buffer)
+            inner = block is None and load.buffer in before and self._fits_over(source, buffer)
+            if inner and self._only_read_as_written(load.buffer, buffer, task, before):
+                return None  # over a value that only this kernel sees, which takes memory by that
             if block is None or not block.donated or source.inside is not None or load.buffer in self.returned:
                 continue
             if source.node is None and source.loops is None and not source.extern:
                 continue
-            fits = NEARLY * source.size_bytes <= buffer.size_bytes <= source.size_bytes
-            if source.itemsize != buffer.itemsize or not fits:
-                continue
-            if self._only_read_as_written(load.buffer, buffer, task, before):
+            if self._fits_over(source, buffer) and self._only_read_as_written(load.buffer, buffer, task, before):
                 return load.buffer
         return None
+
+    def _fits_over(self, source: Buffer, buffer: Buffer) -> bool:
+        """Whether one is as large as the other, or nearly."""
+        return source.itemsize == buffer.itemsize and (
+            NEARLY * source.size_bytes <= buffer.size_bytes <= source.size_bytes
+        )
 
     def _before(self, buffer: Buffer, task: Task) -> set[int]:
         """What the same kernel computes for this buffer."""

@@ -13,7 +13,7 @@ from torch import Tensor
 import remat
 from bench import memory
 from bench.models import build
-from remat import devices, torch_internals
+from remat import devices, exact, torch_internals
 from remat.devices import Device
 from remat.dryrun import DryRun, dry_run_partition
 from remat.elsewhere import Answer, dry_runs
@@ -64,7 +64,8 @@ def ran(name: str, plan: str) -> Case:
     workload = build(name, **MODELS[name])
     settings, _ = resolve(PLANS[plan])
     decision = decide(graphs.joint_of(workload.model, *workload.args), settings)
-    dry = dry_run_partition(decision.partition, decision.joint)
+    with exact.schedule(settings):
+        dry = dry_run_partition(decision.partition, decision.joint)
     with torch_internals.without_compile_caches():
         compiled = torch.compile(workload.model, backend="remat", fullgraph=True, options=PLANS[plan])
         compiled(*workload.args).backward()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.models import build, parse_spec
+from remat import exact
 from remat.buffers import CPU_LIMITS, Half, contiguous, merged, normal
 from remat.capture import joint_graph
 from remat.dryrun import dry_run_partition
@@ -37,7 +38,9 @@ def _both(model: str) -> list[tuple[Lowering, Any]]:
     found = []
     for settings in PLANS:
         decision = decide(joint, settings)
-        found.append((predict(decision.chosen.plan), dry_run_partition(decision.partition, decision.joint)))
+        with exact.schedule(settings):
+            dry = dry_run_partition(decision.partition, decision.joint)
+        found.append((predict(decision.chosen.plan, settings.keeps_schedule()), dry))
     return found
 
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # One allowed value beside the default for each setting, as an option and as the text of a variable.
 OTHER: dict[str, tuple[Any, str, Any]] = {
     "budget": (0.5, "0.5", 0.5),
+    "exact": (False, "0", False),
     "partitioner": ("torch", "torch", "torch"),
     "plan_seed": (3, "3", 3),
     "cost": ("learned", "learned", "learned"),
@@ -52,6 +53,7 @@ BAD: dict[str, list[Any]] = {
         0, -0.5, 1.5, 2.0, -7, math.nan, math.inf, -math.inf, True, False, "half", "", "50%", [0.5], "nan", "inf",
         "8 bananas", "0GiB", "-1GiB", "GiB", "1.5", "8 Gi", "1e400GiB",
     ],
+    "exact": ["maybe", 2, -1, None, "", 0.5],
     "partitioner": ["Torch", "xla", None, 1, ""],
     "plan_seed": [True, 1.5, "one", "", math.nan, math.inf, [1]],
     "cost": ["Roofline", "measured", "", None, 1],

@@ -31,7 +31,7 @@ from torch import Tensor, fx, nn
 
 from bench.gradients import gradients
 from bench.models import Workload, build
-from remat import torch_internals, torch_internals_gpu
+from remat import exact, torch_internals, torch_internals_gpu
 from remat.dryrun import lower_both
 from remat.elsewhere import partition_for, pretend
 from remat.joint import JointGraph
@@ -62,7 +62,8 @@ class OnGpu(torch_internals.CustomPartitionerFn):
         joint = retarget(JointGraph(gm, keywords["num_fwd_outputs"], static), torch.device("cuda:0"))
         settings, _ = resolve(self.options)
         planned, partition, _ = partition_for(joint, settings)
-        LOWERED.extend(lower_both(partition, planned))
+        with exact.schedule(settings):
+            LOWERED.extend(lower_both(partition, planned))
         return partition.forward, partition.backward
 
     def uuid(self) -> Any:
@@ -163,9 +164,11 @@ def compile_kernels(case: dict[str, Any]) -> dict[str, Any]:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         joint = joint_of(workload.model, *workload.args)
     planned, partition, _ = partition_for(retarget(joint, torch.device("cuda:0")), settings)
+    with exact.schedule(settings):
+        both = lower_both(partition, planned)
     found = [
         dataclasses.asdict(kernel)
-        for lowered in lower_both(partition, planned)
+        for lowered in both
         for kernel in torch_internals_gpu.compile_kernels(lowered.source)
     ]
     return {"kernels": found}
