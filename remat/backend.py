@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat import exact, registry, session, settings, snapshot, torch_internals, tune
+from remat import auto, exact, registry, session, settings, snapshot, torch_internals, tune
 from remat.check import Check, make_check
 from remat.eager import compile_op_by_op
 from remat.errors import SettingError
@@ -34,11 +34,13 @@ def remat(
     resolved, rest = settings.resolve(options, passthrough=torch_internals.inductor_options())
     if mode is not None and mode not in torch_internals.known_modes():
         raise SettingError(f"mode={mode!r} is not allowed: one of {', '.join(torch_internals.known_modes())}")
-    if resolved.partitioner == "torch" and isinstance(resolved.budget, int):
+    if resolved.partitioner == "torch" and (isinstance(resolved.budget, int) or resolved.budget == "auto"):
         raise SettingError("partitioner=torch takes no budget in bytes: a fraction of saved bytes in (0, 1], or min")
     resolved = _with_torchs_budget(resolved)
     patches = torch_internals.inductor_patches(mode, rest)
     device = _device(example_inputs)
+    if resolved.budget == "auto":
+        resolved = dataclasses.replace(resolved, budget=auto.budget_bytes(device, example_inputs))
     call = _Call(tuple(example_inputs), resolved, patches, snapshot.load(device, resolved))
     # A trial checks and dumps nothing.
     trial = dataclasses.replace(call, settings=dataclasses.replace(resolved, check=False, dump=None), is_trial=True)

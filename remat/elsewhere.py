@@ -70,6 +70,8 @@ def dry_run(
     refused = [name for name in ("cpp_wrapper", "max_autotune") if patches.get(name)]
     if refused:
         raise SettingError(f"{refused[0]} is not allowed in a dry run, which reads a Python wrapper and times nothing")
+    if settings.budget == "auto":
+        raise SettingError("budget='auto' is not allowed in a dry run: it is what is free where training runs")
     joint = joint_graph(fn, *args)
     if target is not None:
         return dry_runs(joint, target, [settings], patches)[0]

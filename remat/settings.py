@@ -124,9 +124,9 @@ _UNITS: Final = {
 
 
 def _budget(value: Any) -> float | int | str:
-    """A fraction of the peak of PyTorch's default plan as a float, bytes as an int, or "min"."""
-    if isinstance(value, str) and value.strip().lower() == "min":
-        return "min"
+    """A fraction of the peak of PyTorch's default plan as a float, bytes as an int, "min" or "auto"."""
+    if isinstance(value, str) and value.strip().lower() in ("min", "auto"):
+        return value.strip().lower()
     if isinstance(value, str):
         matched = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?b)?\s*", value, re.IGNORECASE)
         if matched is None:
@@ -191,8 +191,9 @@ def _path(value: Any) -> str:
 _WEIGHT = "a number >= 0"
 TABLE: Final[tuple[Setting, ...]] = (
     Setting(
-        "budget", _optional(_budget), "none, a fraction in (0, 1], bytes (8GiB, 500MB, an integer), or min",
-        "Peak memory allowed (see Budgets), in bytes or as a fraction of PyTorch's default; min: the smallest peak.",
+        "budget", _optional(_budget), "none, a fraction in (0, 1], bytes (8GiB, 500MB, an integer), min or auto",
+        "Peak memory allowed (see Budgets), in bytes or as a fraction of PyTorch's default; min: the smallest peak; "
+        "auto: what the device has free.",
     ),
     Setting(
         "exact", _flag, "0 or 1",
