@@ -4,7 +4,7 @@ NAME is that of a file `bench/results/NAME.json`, or `NAME@INNER` for its rows r
 or `eager`); rows without an executor, such as eager ones, belong to both. NAME `flags` is the table of settings;
 `budget` and `budget-...` are the tables of bench/budget_tables.py over `bench/results/budget.json`, `kernels` and
 `kernels-random` those of bench/kernels.py, `costs`, `costs-default` and `costs-half` those of bench/costs_tables.py,
-`cap` and `cap-peers` those of bench/cap_tables.py.
+`cap` and `cap-peers` those of bench/cap_tables.py, `hold` and `hold-...` those of bench/hold_tables.py.
 
     python -m bench.tables --write      put the current results into the README
     python -m bench.tables --check      exit with status 1 if the README shows others
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import budget_tables, cap_tables, costs_tables, graphs, kernels, results
+from bench import budget_tables, cap_tables, costs_tables, graphs, hold_tables, kernels, results
 from bench.results import Row
 from remat import settings
 
@@ -87,6 +87,7 @@ OWN_CELLS: dict[str, Callable[[Sequence[Row]], list[list[str]]]] = {
     "graphs": graphs.cells,
     "kernels": kernels.cells,
     "kernels-random": kernels.random_cells,
+    **hold_tables.TABLES,
 }
 
 
