@@ -52,7 +52,7 @@ def test_every_kernel_compiles_for_the_gpu(model: str) -> None:
         assert all(kernel["is_machine_code"] for kernel in kernels), case
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mlp", *(pytest.param(model, marks=pytest.mark.slow) for model in ("bert", *SLOW))])
 def test_the_interpreted_step_is_eagers(model: str) -> None:
     found = dict(zip(CASES["interpret"], answers("interpret", model), strict=True))
     for (plan, dtype), answer in found.items():
