@@ -30,7 +30,7 @@ from remat.torch_internals_lowering import Lowered
 # Plans that are lowered for one budget at most.
 MOST_TRIES: Final = 4
 # For "min" so many of the plans of smallest predicted peak are lowered.
-TRIES_FOR_MIN: Final = 2
+TRIES_FOR_MIN: Final = 3
 # The document keeps the newest; each takes a hundred bytes.
 MOST_REMEMBERED: Final = 1000
 DOCUMENT: Final = "exact.json"
