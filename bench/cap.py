@@ -4,7 +4,7 @@
     python -m bench.cap --inner inductor --models gpt2:layers=2:vocabulary=512:sequence=128
 
 The cap of a model is 2% above the smallest peak that remat has a plan for: op by op the smallest peak it names, under
-Inductor the smallest budget whose plan has an exact peak (a dry run) below it. remat, asked for the cap in bytes, then
+Inductor the smallest budget that it keeps by its exact peak (a dry run). remat, asked for the cap or that budget, then
 trains for `--steps` optimizer steps (AdamW, clipping, two accumulated micro-batches) under it. Compared are the same
 training without the cap, remat's default plan, whose gradients are those of the joint graph, and eager mode, unless
 random numbers are drawn, which it takes elsewhere; and, to tell what rounding does to these losses, eager mode from
@@ -59,7 +59,7 @@ MODELS = (
 )
 # For what no plan knows of: the scalars around the graph, such as the loss divided by the number of micro-batches.
 SLACK = 1.02
-# Under Inductor budgets are tried in growing steps, and given up at so many times the smallest predicted peak.
+# Under Inductor budgets are tried in growing steps, and given up at so many times the smallest plan's exact peak.
 STEP, GIVE_UP = 1.04, 2.0
 SEED = 1
 # What one rounding in float32 may change of a weight, as a share of it.
@@ -93,6 +93,12 @@ class Job:
         assert cap is not None
         return cap
 
+    def _asked_bytes(self) -> int:
+        """The budget that remat is asked for: under Inductor what it says it can hold, else the cap."""
+        (cap,) = [row for row in self.rows() if row.variant == CAP]
+        asked: int = cap.extra.get("asked_bytes", self.cap_bytes())
+        return asked
+
     def built(self) -> Workload:
         """The model and its arguments, anew."""
         name, overrides = parse_spec(self.model)
@@ -101,7 +107,7 @@ class Job:
     def variant(self, name: str) -> Variant:
         """How to compile the variant of this name; remat's is asked for the cap."""
         if name == OURS:
-            return remat_variant(self.inner, str(self.cap_bytes()), OURS)
+            return remat_variant(self.inner, str(self._asked_bytes()), OURS)
         return parse_variant(name, self.inner)
 
 
@@ -190,18 +196,20 @@ def _measure_cap(job: Job) -> dict[str, Any]:
 
 
 def _smallest_exact(workload: Workload) -> dict[str, Any]:
-    """The smallest budget tried whose plan, in a dry run, is at least 2% below it."""
-    smallest = _dry_run(workload, "min").summary.smallest_peak_bytes
-    budget, tried = smallest * SLACK, []
+    """The exact peak of the smallest plan, grown until remat holds it as a budget in bytes."""
+    smallest = _dry_run(workload, "min").dry_run.peak_bytes
+    budget, tried = smallest, []
     while budget < GIVE_UP * smallest:
-        answer = _dry_run(workload, int(budget))
-        exact = answer.dry_run.peak_bytes
-        tried.append((int(budget), answer.summary.predicted_peak_bytes, exact))
-        if exact * SLACK <= budget:
-            extra = {"note": workload.note, "tried": tried}
-            return {"budget_bytes": int(budget), "predicted_peak_bytes": exact, "extra": extra}
-        budget *= STEP
-    raise RuntimeError(f"no budget below {int(budget):,} bytes holds in a dry run; (budget, predicted, exact): {tried}")
+        try:
+            exact = _dry_run(workload, budget).dry_run.peak_bytes
+        except remat.BudgetUnreachable:
+            exact = None
+        tried.append((budget, exact))
+        if exact is not None:
+            extra = {"note": workload.note, "tried": tried, "asked_bytes": budget}
+            return {"budget_bytes": int(budget * SLACK), "predicted_peak_bytes": exact, "extra": extra}
+        budget = int(budget * STEP)
+    raise RuntimeError(f"no budget below {budget:,} bytes holds in a dry run; (budget, exact peak): {tried}")
 
 
 def _dry_run(workload: Workload, budget: int | str) -> Any:
