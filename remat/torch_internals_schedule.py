@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
 from torch._inductor import config as inductor_config
 
 from remat.torch_internals import is_tangent
@@ -50,7 +49,8 @@ class _LateRecomputation:
     def __init__(self) -> None:
         self._scheduler: Any = None
         self._outside: list[int] = []  # places of operators outside of the kernels, growing
-        self._of_tangents: set[fx.Node] = set()
+        self._of_tangents: set[str] = set()  # names of buffers
+        self._is_backward = False
 
     def allows(self, scheduler: Any, one: Any, two: Any) -> bool:
         """Whether two kernels of which neither needs the other may become one."""
@@ -58,20 +58,19 @@ class _LateRecomputation:
             self._read(scheduler)
         first, second = (one, two) if one.min_order < two.min_order else (two, one)
         between = bisect.bisect(self._outside, second.min_order) - bisect.bisect(self._outside, first.max_order)
-        return between <= 0 or not self._is_recomputed(second)
+        return between <= 0 or not (self._is_backward and self._is_recomputed(second))
 
     def _read(self, scheduler: Any) -> None:
         from torch._inductor.virtualized import V
 
         self._scheduler = scheduler
         self._outside = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
-        self._of_tangents = set()
-        for node in V.graph.graph.nodes:
-            if is_tangent(node) or any(argument in self._of_tangents for argument in node.all_input_nodes):
-                self._of_tangents.add(node)
-        if not self._of_tangents:  # a forward: it has no recomputation
-            self._of_tangents = set(V.graph.graph.nodes)
+        # By what is read, not by the nodes that a buffer comes of: a copy made for an operator outside names that too.
+        self._of_tangents = {node.name for node in V.graph.graph.nodes if is_tangent(node)}
+        self._is_backward = bool(self._of_tangents)
+        for node in scheduler.nodes:
+            if not self._of_tangents.isdisjoint(read.name for read in node.read_writes.reads):
+                self._of_tangents |= node.get_buffer_names()
 
     def _is_recomputed(self, kernel: Any) -> bool:
-        parts = [part.node for part in kernel.get_nodes() if part.node is not None]
-        return any(not (set(part.get_origins()) & self._of_tangents) for part in parts)
+        return any(self._of_tangents.isdisjoint(part.get_buffer_names()) for part in kernel.get_nodes())
