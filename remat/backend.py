@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat import auto, exact, registry, session, settings, snapshot, torch_internals, tune
+from remat import auto, exact, registry, session, settings, snapshot, stepwise, torch_internals, tune
 from remat.check import Check, make_check
 from remat.eager import compile_op_by_op
 from remat.errors import SettingError
 from remat.partitioner import Partitioner
+from remat.report import PlanSummary
 from remat.settings import Settings
+from remat.several import Share
 
 
 def remat(
@@ -39,12 +41,16 @@ def remat(
     resolved = _with_torchs_budget(resolved)
     patches = torch_internals.inductor_patches(mode, rest)
     device = _device(example_inputs)
-    if resolved.budget == "auto":
-        resolved = dataclasses.replace(resolved, budget=auto.budget_bytes(device, example_inputs))
+    is_auto = resolved.budget == "auto"
+    if is_auto:
+        budget = stepwise.auto_budget_bytes() or auto.budget_bytes(device, example_inputs)
+        resolved = dataclasses.replace(resolved, budget=budget)
     call = _Call(tuple(example_inputs), resolved, patches, snapshot.load(device, resolved))
-    # A trial checks and dumps nothing.
-    trial = dataclasses.replace(call, settings=dataclasses.replace(resolved, check=False, dump=None), is_trial=True)
-    return call.compile(gm, tune.choose(gm, example_inputs, resolved, call.graph_hash(gm), device, trial.compile))
+
+    def compile_for(own: fx.GraphModule, share: Share | None) -> tuple[Any, PlanSummary | None]:
+        return call.tuned(own, device, share)
+
+    return stepwise.compile_part(gm, example_inputs, resolved, is_auto, compile_for)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +62,23 @@ class _Call:
     patches: dict[str, Any]
     prices: snapshot.Snapshot
     is_trial: bool = False
+    share: Share | None = None
 
-    def compile(self, gm: fx.GraphModule, choice: int) -> Any:
+    def tuned(self, gm: fx.GraphModule, device: torch.device, share: Share | None) -> tuple[Any, PlanSummary | None]:
+        """Compile by the promising plan that is fastest, for a share of a step of several graphs; with its summary."""
+        # A trial checks and dumps nothing.
+        unwatched = dataclasses.replace(self.settings, check=False, dump=None)
+        trial = dataclasses.replace(self, settings=unwatched, is_trial=True, share=share)
+        call = dataclasses.replace(self, share=share)
+
+        def compile_plan(own: fx.GraphModule, choice: int) -> Any:
+            return trial.compile(own, choice)[0]
+
+        choice = tune.choose(gm, self.example_inputs, self.settings, call.graph_hash(gm), device, compile_plan)
+        compiled, summaries = call.compile(gm, choice)
+        return compiled, summaries[0] if len(summaries) == 1 else None
+
+    def compile(self, gm: fx.GraphModule, choice: int) -> tuple[Any, list[PlanSummary]]:
         """Compile by one of the promising plans (tune.py); Inductor may write into `gm`."""
         resolved, patches = self.settings, self._patches(choice)
         compiling = session.compiling(self.graph_hash(gm, choice), resolved, self.prices, self.is_trial)
@@ -75,7 +96,7 @@ class _Call:
             )
             if not bypass and not self.is_trial:
                 _keep_summaries(compilation)
-        return compiled
+        return compiled, compilation.summaries
 
     def graph_hash(self, gm: fx.GraphModule, choice: int = 0) -> str:
         """The hash of the graph, under these settings and compiled by this plan."""
@@ -84,7 +105,7 @@ class _Call:
         return session.graph_hash(gm, self.example_inputs, key)
 
     def _patches(self, choice: int) -> dict[str, Any]:
-        partitioner = Partitioner(self.settings.for_compiled_code(), self.prices.hash, choice)
+        partitioner = Partitioner(self.settings.for_compiled_code(), self.prices.hash, choice, self.share)
         return {**self.patches, "custom_partitioner_fn": partitioner}
 
 

@@ -29,6 +29,7 @@ from remat.plan import Plan, make_plan
 from remat.rules import Rules, why_invalid
 from remat.search import Frontier, Point, make_frontier
 from remat.settings import Settings
+from remat.several import Choice, Memory, Share
 from remat.step import TrainingStep, training_step
 
 # Vertices of the convex frontier of recomputation against saved bytes that the search starts from: of more, those that
@@ -60,7 +61,8 @@ class PeakPlanner:
     """Everything a plan for a budget is made from.
 
     scratch: the bytes that kernels take for themselves. seeds: plans that other solvers made. estimate: what a step of
-    a plan takes under Inductor, each made once.
+    a plan takes under Inductor, each made once. share: of a step of several graphs what this one needs to know; peaks
+    are then those of the whole step.
     """
 
     joint: JointGraph
@@ -70,6 +72,7 @@ class PeakPlanner:
     scratch: Mapping[fx.Node, int]
     seeds: Sequence[Plan]
     estimate: Callable[[Plan], Estimate]
+    share: Share | None = None
 
     @property
     def fused(self) -> bool:
@@ -115,18 +118,33 @@ class PeakPlanner:
         return source if isinstance(source, fx.Node) else node
 
     def peak_bytes(self, plan: Plan) -> int:
-        """The peak of a plan the way it will run."""
-        if plan not in self._peaks:
+        """The peak of a plan the way it will run; where the graph is one of several, of the whole step."""
+        return self.of_step(self.memory(plan))
+
+    def of_step(self, memory: Memory) -> int:
+        """The peak of the whole step if this graph takes so much."""
+        return memory.peak_bytes if self.share is None else self.share.peak_bytes(memory)
+
+    def memory(self, plan: Plan) -> Memory:
+        """What a plan takes the way it will run, without the other graphs of a step."""
+        if plan not in self._memories:
             if self.fused:
                 found = fused_memory.timeline(plan, self.estimate(plan).lowering, self.scratch)
             else:
                 found = simulate(plan, lambda n: self.scratch.get(n, 0))
-            self._peaks[plan] = found.peak_bytes
-        return self._peaks[plan]
+            self._memories[plan] = Memory(found.peak_bytes, found.held_bytes)
+        return self._memories[plan]
 
     @cached_property
-    def _peaks(self) -> dict[Plan, int]:
+    def _memories(self) -> dict[Plan, Memory]:
         return {}
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What could be chosen for this graph, for a step of several: those that are best in some respect."""
+        plans = self._candidates if self._samples else []
+        found = {Choice(self.memory(plan), self._seconds(plan)) for plan in plans}
+        return tuple(sorted(one for one in found if not any(_is_better(other, one) for other in found)))
 
     # --- taking a point --------------------------------------------------------------------------------------
 
@@ -138,13 +156,14 @@ class PeakPlanner:
         found = self.find(budget_bytes)
         if found is None:
             found = self.smallest_of_all
-            bound = "" if self.fused else f", and none has less than {self.step.problem.lower_bound_bytes():,}"
+            least = self.of_step(Memory(self.step.problem.lower_bound_bytes(), 0))
+            bound = "" if self.fused else f", and none has less than {least:,}"
             self.unreachable(budget_bytes, f"{self.peak_bytes(found):,}{bound}")
         return found
 
     def find(self, budget_bytes: int) -> Plan | None:
         """The plan of least recomputation whose peak is at most this, under Inductor the fastest, if there is one."""
-        if self.fused:
+        if self._samples:
             fitting = [plan for plan in self._candidates if self.peak_bytes(plan) <= budget_bytes]
             return self._refined(min(fitting, key=self._seconds), budget_bytes) if fitting else None
         for at in range(len(self.frontier.points) - 1, -1, -1):
@@ -172,7 +191,7 @@ class PeakPlanner:
         """At most so many plans whose recomputation is at most MIN_FORWARDS, those of the smallest peaks, growing."""
         modest = [at for at, point in enumerate(self.frontier.points) if self._forwards(point) <= MIN_FORWARDS]
         places = modest or [0]
-        if not self.fused:
+        if not self._samples:
             return [self._plans[at] for at in places[:count]]
         sampled = [at for at in self._sample if at in places] or places[:1]
         return sorted((*(self._plans[at] for at in sampled), *self._valid_seeds), key=self.peak_bytes)[:count]
@@ -181,11 +200,13 @@ class PeakPlanner:
         """How near to the best a plan for this budget is (0: "min")."""
         problem = self.step.problem
         cost = problem.recompute_cost(self.step.sequence_of(plan))
-        bound = 0 if self.fused else RecomputeBound(problem).within(budget_bytes or self.peak_bytes(plan)) or 0
+        allowed = budget_bytes or self.peak_bytes(plan)
+        left = allowed if self.share is None else self.share.left_bytes(allowed)
+        bound = 0 if self.fused else RecomputeBound(problem).within(left) or 0
         return Certificate(
             budget_bytes,
             smallest_peak_bytes=self.peak_bytes(self.smallest_of_all),
-            peak_bound_bytes=0 if self.fused else problem.lower_bound_bytes(),
+            peak_bound_bytes=0 if self.fused else self.of_step(Memory(problem.lower_bound_bytes(), 0)),
             recompute_seconds=cost / FEMTOSECONDS,
             recompute_bound_seconds=bound / FEMTOSECONDS,
             step_seconds=problem.baseline_cost / FEMTOSECONDS,
@@ -199,7 +220,12 @@ class PeakPlanner:
     @property
     def smallest_of_all(self) -> Plan:
         """The plan of the smallest peak found, whatever it recomputes."""
-        return min(self._candidates, key=self.peak_bytes) if self.fused else self._plans[0]
+        return min(self._candidates, key=self.peak_bytes) if self._samples else self._plans[0]
+
+    @property
+    def _samples(self) -> bool:
+        """Whether peaks do not grow along the frontier, so that some of its points are judged one by one."""
+        return self.fused or self.share is not None
 
     @property
     def _candidates(self) -> list[Plan]:
@@ -221,8 +247,11 @@ class PeakPlanner:
         return [plan for plan in (*self.seeds, *self._cuts) if why_invalid(plan, self.rules) is None]
 
     def _seconds(self, plan: Plan) -> float:
-        """Of a step under Inductor."""
-        return self.estimate(plan).step_seconds
+        """Of a step the way it will run."""
+        if self.fused:
+            return self.estimate(plan).step_seconds
+        problem = self.step.problem
+        return (problem.baseline_cost + problem.recompute_cost(self.step.sequence_of(plan))) / FEMTOSECONDS
 
     def _forwards(self, point: Point) -> float:
         """FLOPs that run again, in forwards; of a model that has none, the predicted time."""
@@ -239,11 +268,24 @@ class PeakPlanner:
         """Warn that a budget cannot be met, and what the smallest peak is; BudgetUnreachable under strict."""
         message = (
             f"budget={self.settings.budget} allows a peak of {budget_bytes:,} bytes; the smallest plan found for this "
-            f"graph has {smallest}"
+            f"graph has {smallest}{self._in_step()}"
         )
         if self.settings.strict:
             raise BudgetUnreachable(message)
         warnings.warn(message + "; taking the smallest", RematWarning, stacklevel=2)
+
+
+    def _in_step(self) -> str:
+        if self.share is None or not self.share.graphs:
+            return ""
+        return f", what the other graphs of a step of {self.share.graphs} have at that moment counted"
+
+
+def _is_better(one: Choice, other: Choice) -> bool:
+    """Whether one takes no more of anything and is not the same."""
+    return one != other and one.seconds <= other.seconds and all(
+        a <= b for a, b in zip(one.memory, other.memory, strict=True)
+    )
 
 
 class _Lazily(Sequence[Plan]):

@@ -18,12 +18,12 @@ from remat import passes, torch_internals_lowering, torch_internals_schedule
 from remat.budgets import PeakPlanner
 from remat.dryrun import dry_run_partition
 from remat.errors import BudgetUnreachable, RematWarning
-from remat.joint import JointGraph
 from remat.passes.apart import keep_matmuls_apart
 from remat.passes.partition import Partition
 from remat.plan import Plan
 from remat.plans import Candidate, Planner
 from remat.settings import Settings
+from remat.several import Memory
 from remat.store import Document, open_store
 from remat.torch_internals_lowering import Lowered
 
@@ -38,20 +38,24 @@ DOCUMENT: Final = "exact.json"
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan whose exact peak is known, in bytes; `limit_bytes`: the predicted peak that was asked for."""
+    """A plan whose exact peak is known, in bytes, of the whole step, and what its graph alone takes.
+
+    limit_bytes: the predicted peak that was asked for.
+    """
 
     plan: Plan
     peak_bytes: int
+    memory: Memory
     limit_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Settled:
-    """A plan for the budget with its partition; `peak_bytes` is its exact peak, None where it could not be had."""
+    """A plan for the budget with its partition; `memory`: what it takes exactly, None where it could not be had."""
 
     candidate: Candidate
     partition: Partition
-    peak_bytes: int | None
+    memory: Memory | None
 
 
 def schedule(settings: Settings) -> contextlib.AbstractContextManager[None]:
@@ -59,36 +63,44 @@ def schedule(settings: Settings) -> contextlib.AbstractContextManager[None]:
     return torch_internals_schedule.kept_schedule() if settings.keeps_schedule() else contextlib.nullcontext()
 
 
-def is_wanted(settings: Settings, joint: JointGraph) -> bool:
+def is_wanted(planner: Planner) -> bool:
     """Whether a budget has to be held exactly that Inductor's code may break.
 
     Not where sizes are symbolic and the budget is a fraction: it is one at nominal sizes, the dry run's are those at
-    hand.
+    hand. Nor where others follow of which nothing is known yet.
     """
+    settings, share = planner.settings, planner.share
     if not settings.exact or settings.inner != "inductor" or settings.partitioner == "torch":
         return False
     if settings.budget is None or settings.plan_seed is not None:
         return False
-    return isinstance(settings.budget, int) or not joint.has_symbolic_sizes
+    if share is not None and not share.graphs:
+        return False
+    return isinstance(settings.budget, int) or not planner.joint.has_symbolic_sizes
 
 
-def search(planner: PeakPlanner, budget_bytes: int, exact: Callable[[Plan], int]) -> Tried:
+def search(planner: PeakPlanner, budget_bytes: int, exact: Callable[[Plan], Memory]) -> Tried:
     """The first plan found whose exact peak is within the budget; where none is, the smallest of those tried.
 
-    budget_bytes: 0 asks for the smallest peak. exact: gives the peak of a plan, in bytes.
+    budget_bytes: 0 asks for the smallest peak. exact: what a plan takes, without the other graphs of a step.
     """
     tried: list[Tried] = []
+
+    def attempt(plan: Plan, limit: int) -> Tried:
+        memory = exact(plan)
+        tried.append(Tried(plan, planner.of_step(memory), memory, limit))
+        return tried[-1]
+
     if not budget_bytes:
         for plan in planner.smallest_few(TRIES_FOR_MIN):
-            tried.append(Tried(plan, exact(plan), planner.peak_bytes(plan)))
+            attempt(plan, planner.peak_bytes(plan))
         return min(tried, key=lambda one: one.peak_bytes)
     limit = budget_bytes
     while len(tried) < MOST_TRIES:
         plan = planner.find(limit) or planner.smallest_of_all
         if any(plan is earlier.plan for earlier in tried):
             break
-        tried.append(Tried(plan, exact(plan), limit))
-        if tried[-1].peak_bytes <= budget_bytes:
+        if attempt(plan, limit).peak_bytes <= budget_bytes:
             return tried[-1]
         predicted = planner.peak_bytes(plan)
         limit = min(predicted - 1, predicted * budget_bytes // tried[-1].peak_bytes)
@@ -127,7 +139,7 @@ class Exactly:
             return self.predicted()
         if budget and found.peak_bytes > budget:
             planner.peaks.unreachable(budget, f"{found.peak_bytes:,} under Inductor")
-        return Settled(planner.certified(found.plan), self._partition(found.plan), found.peak_bytes)
+        return Settled(planner.certified(found.plan), self._partition(found.plan), found.memory)
 
     def predicted(self) -> Settled:
         """The plan that the settings ask for, its peak as predicted."""
@@ -136,16 +148,18 @@ class Exactly:
 
     def within(self, candidate: Candidate, first: Settled) -> Settled | None:
         """Another plan with its partition; None where the first keeps the budget exactly and this does not."""
-        peak = None if first.peak_bytes is None else self.peak_bytes(candidate.plan)
-        if peak is not None and peak > max(self.planner.allowed_bytes, first.peak_bytes or 0):
+        memory = None if first.memory is None else self.memory(candidate.plan)
+        of_step = self.planner.peaks.of_step
+        if memory and first.memory and of_step(memory) > max(self.planner.allowed_bytes, of_step(first.memory)):
             return None
-        return Settled(candidate, self._partition(candidate.plan), peak)
+        return Settled(candidate, self._partition(candidate.plan), memory)
 
-    def peak_bytes(self, plan: Plan) -> int:
-        """The exact peak of a plan."""
+    def memory(self, plan: Plan) -> Memory:
+        """What a plan takes exactly."""
         joint = self.planner.joint
         with schedule(self.planner.settings):
-            return dry_run_partition(self._partition(plan), joint, forwards=self._forwards).peak_bytes
+            found = dry_run_partition(self._partition(plan), joint, forwards=self._forwards)
+        return Memory(found.peak_bytes, found.saved_bytes)
 
     def _partition(self, plan: Plan) -> Partition:
         if plan not in self._partitions:
@@ -155,10 +169,10 @@ class Exactly:
         return self._partitions[plan]
 
     def _searched(self) -> Tried:
-        found = search(self.planner.peaks, self.planner.allowed_bytes, self.peak_bytes)
+        found = search(self.planner.peaks, self.planner.allowed_bytes, self.memory)
         if self.graph is not None:
             graph = self.graph
-            entry = {"limit": found.limit_bytes, "plan": digest(found.plan), "peak": found.peak_bytes}
+            entry = {"limit": found.limit_bytes, "plan": digest(found.plan), **found.memory._asdict()}
             open_store(self.planner.settings.cache_dir).update(DOCUMENT, lambda old: _with(old, graph, entry))
         return found
 
@@ -169,15 +183,16 @@ class Exactly:
         entry = _entries(open_store(self.planner.settings.cache_dir).read(DOCUMENT)).get(self.graph)
         if not isinstance(entry, dict):
             return None
-        limit, peak = entry.get("limit"), entry.get("peak")
-        if type(limit) is not int or type(peak) is not int:
+        limit, peak, held = (entry.get(key) for key in ("limit", *Memory._fields))
+        if type(limit) is not int or type(peak) is not int or type(held) is not int:
             return None
-        peaks = self.planner.peaks
+        peaks, memory = self.planner.peaks, Memory(peak, held)
         if self.planner.allowed_bytes:
             plans = [peaks.find(limit) or peaks.smallest_of_all]
         else:
             plans = peaks.smallest_few(TRIES_FOR_MIN)
-        return next((Tried(plan, peak, limit) for plan in plans if digest(plan) == entry.get("plan")), None)
+        tried = (Tried(plan, peaks.of_step(memory), memory, limit) for plan in plans)
+        return next((one for one in tried if digest(one.plan) == entry.get("plan")), None)
 
 
 def _entries(document: Document | None) -> Document:

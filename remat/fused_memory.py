@@ -69,6 +69,7 @@ def timeline(plan: Plan, lowering: Lowering, scratch: Mapping[fx.Node, int]) -> 
         block.donated = False  # an input's copy, which AOTAutograd takes for the input
     given = {node: block for node in plan.saved for block in first.blocks_of([node])}
     saved = list(dict.fromkeys(given.values()))
+    held = list(dict.fromkeys([*first.blocks_of(joint.forward_outputs), *saved]))
     for node in (node for node in joint.tangents if node.users):
         owners = [(boundary, node.name, Role.INCOMING)]
         given[node] = _Block(tensor_bytes(node.meta.get("val")), owners, node in joint.held_tangents, donated=False)
@@ -89,6 +90,7 @@ def timeline(plan: Plan, lowering: Lowering, scratch: Mapping[fx.Node, int]) -> 
         (*first.names, *second.names),
         boundary,
         sum(block.bytes for block in saved),
+        sum(block.bytes for block in held),
         sum(block.bytes for block in passed),
         (*lives, *own),
     )

@@ -58,14 +58,15 @@ class Life:
 class Timeline:
     """Bytes alive during each step; `names` holds the node run at each, forward first.
 
-    `boundary_bytes` are alive between the two: forward outputs, saved values, incoming gradients. `lives` is every
-    piece of memory, by the order of its birth.
+    `boundary_bytes` are alive between the two: forward outputs and saved values, which are `held_bytes`, and incoming
+    gradients. `lives` is every piece of memory, by the order of its birth.
     """
 
     alive_bytes: tuple[int, ...]
     names: tuple[str, ...]
     forward_steps: int
     saved_bytes: int
+    held_bytes: int
     boundary_bytes: int
     lives: tuple[Life, ...]
 
@@ -125,6 +126,7 @@ def simulate(plan: Plan, scratch: Scratch | None = None) -> Timeline:
         call_names(plan) + plan.backward_names,
         len(forward),
         sum(map(_storage_bytes, saved)),
+        sum(map(_storage_bytes, saved)) + sum(life.bytes for life in returned),
         sum(map(_storage_bytes, passed)) + sum(life.bytes for life in returned),
         tuple(lives),
     )

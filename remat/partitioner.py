@@ -26,6 +26,7 @@ from remat.plans import Candidate, Planner
 from remat.report import PlanSummary, summarize, summarize_halves
 from remat.rules import make_rules
 from remat.settings import Settings
+from remat.several import Share
 from remat.snapshot import Snapshot, load, machine_of, timings_name
 from remat.store import open_store
 
@@ -46,12 +47,18 @@ class NoSuchPlan(RematError):
 
 
 def decide(
-    joint: JointGraph, settings: Settings, graph: str = "", snapshot: Snapshot | None = None, choice: int = 0
+    joint: JointGraph,
+    settings: Settings,
+    graph: str = "",
+    snapshot: Snapshot | None = None,
+    choice: int = 0,
+    share: Share | None = None,
 ) -> Decision:
     """The whole pipeline: normalize, price, cut, plan, split, reorder, verify.
 
     snapshot: what prices are made from; None: what the store has for the graph's device.
     choice: which of the promising plans to take; 0: the one that the prices tell.
+    share: of a step of several graphs what this one needs to know.
     Raises UnsupportedGraph, UnsatisfiableCut, InvalidPlan or NoSuchPlan; the graph given is left as it was.
     """
     started = time.thread_time()
@@ -59,7 +66,12 @@ def decide(
     joint = passes.prepare(joint, settings)
     in_bytes = isinstance(settings.budget, int)
     with no_collection(), torch_internals.sizes_at_hand() if in_bytes else contextlib.nullcontext():
-        return _decide(joint, settings, graph, snapshot, choice, started)
+        costs = Costs(joint, snapshot.device, settings, known_seconds(joint, snapshot, settings))
+        planner = Planner(joint, costs, make_rules(joint, settings), settings, share)
+        settled = _settled(planner, graph, choice)
+        seconds = time.thread_time() - started
+        summary = summarize(graph, settled.candidate, planner.torchs, planner, seconds, settled.memory)
+        return Decision(joint, settled.candidate, planner, settled.partition, summary)
 
 
 @contextlib.contextmanager
@@ -77,23 +89,10 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _decide(
-    joint: JointGraph, settings: Settings, graph: str, snapshot: Snapshot, choice: int, started: float
-) -> Decision:
-    costs = Costs(joint, snapshot.device, settings, known_seconds(joint, snapshot, settings))
-    rules = make_rules(joint, settings)
-    planner = Planner(joint, costs, rules, settings)
-    settled = _settled(planner, graph, choice)
-    seconds = time.thread_time() - started
-    summary = summarize(graph, settled.candidate, planner.torchs, planner, seconds)
-    summary = dataclasses.replace(summary, exact_peak_bytes=settled.peak_bytes or 0)
-    return Decision(joint, settled.candidate, planner, settled.partition, summary)
-
-
 def _settled(planner: Planner, graph: str, choice: int) -> exact.Settled:
     """The plan that the settings ask for, or one of the promising ones, with its partition."""
     exactly = exact.Exactly(planner, graph if session.current() else None)
-    first = exactly.settle() if exact.is_wanted(planner.settings, planner.joint) else exactly.predicted()
+    first = exactly.settle() if exact.is_wanted(planner) else exactly.predicted()
     if not choice:
         return first
     others = planner.promising(planner.settings.tune, first.candidate)[1:]
@@ -134,11 +133,13 @@ class Partitioner(torch_internals.CustomPartitionerFn):
 
     figures: the hash of the snapshot that prices are made from; empty: of what the store has when asked.
     choice: which of the promising plans to take (tune.py).
+    share: of a step of several graphs what this one needs to know.
     """
 
     settings: Settings = field(default_factory=Settings)
     figures: str = ""
     choice: int = 0
+    share: Share | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
         """Partition; what remat cannot handle goes to PyTorch's partitioner with one warning, unless strict.
@@ -158,7 +159,8 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         if current is not None:  # the folder of documents is not among the settings that are pickled
             settings = dataclasses.replace(settings, cache_dir=current.settings.cache_dir)
         try:
-            decision = decide(joint, settings, graph, current.snapshot if current else None, self.choice)
+            snapshot = current.snapshot if current else None
+            decision = decide(joint, settings, graph, snapshot, self.choice, self.share)
         except Exception as error:  # whatever goes wrong in ours, the user's training goes on
             if self.settings.strict:
                 raise
@@ -190,7 +192,7 @@ class Partitioner(torch_internals.CustomPartitionerFn):
         """Key of the compile cache: every source file, every setting that matters, what prices are made from."""
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         figures = self.figures or load(device, self.settings).hash
-        key = self.settings.cache_key(), self.choice
+        key = self.settings.cache_key(), self.choice, self.share
         return ("remat", session.source_hash(), key, figures, registry.cache_key())
 
 

@@ -31,6 +31,7 @@ from remat.plan import Plan, make_plan
 from remat.rules import Rules, why_invalid
 from remat.scratch import learn_scratch, learn_scratch_outside
 from remat.settings import Settings
+from remat.several import Memory, Share
 
 # Prices of a byte at which the default plan tries a cut, in units of reading that byte once from memory: each rung
 # twice the last where plans differ most. A judgement: a finer ladder finds more vertices and costs a cut a rung.
@@ -139,12 +140,13 @@ def has_alternatives(settings: Settings) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Everything a plan is made from."""
+    """Everything a plan is made from; `share`: of a step of several graphs what this one needs to know."""
 
     joint: JointGraph
     costs: Costs
     rules: Rules
     settings: Settings
+    share: Share | None = None
 
     def choose(self) -> tuple[Candidate, Candidate]:
         """The plan the settings ask for, and PyTorch's default for comparison."""
@@ -169,14 +171,21 @@ class Planner:
     @cached_property
     def allowed_bytes(self) -> int:
         """The peak that the budget of the settings allows; 0: "min"."""
-        budget = self.settings.budget
+        budget = self.settings.budget if self.share is None else self.share.budget
         if not isinstance(budget, float):
             return budget if isinstance(budget, int) else 0
-        reference = self.reference.plan
-        if self.settings.inner != "inductor":
-            return int(budget * self.peaks.peak_bytes(reference))
-        # As PyTorch would run it, which holds Inductor to no schedule.
-        return int(budget * fused_memory.timeline(reference, fusion.predict(reference), self.scratch).peak_bytes)
+        memory = self.reference_memory
+        return int(budget * (memory.peak_bytes if self.share is None else self.share.reference_bytes(memory)))
+
+    @cached_property
+    def reference_memory(self) -> Memory:
+        """What the plan takes that fractions are of; as PyTorch would run it, which holds Inductor to no schedule."""
+        plan = self.reference.plan
+        if self.settings.inner == "inductor":
+            found = fused_memory.timeline(plan, fusion.predict(plan), self.scratch)
+        else:
+            found = simulate(plan, lambda node: self.scratch.get(node, 0))
+        return Memory(found.peak_bytes, found.held_bytes)
 
     def certified(self, plan: Plan) -> Candidate:
         """A plan for the budget of the settings, with what is known of how good it is."""
@@ -207,8 +216,12 @@ class Planner:
     def peaks(self) -> PeakPlanner:
         """What plans for a budget are made by."""
         default = self._default
-        seeds = [default.plan, self._obeying.plan, *([self.smallest().plan] if default.fused else [])]
-        return PeakPlanner(self.joint, self.costs, self.rules, self.settings, self.scratch, seeds, self.estimate_of)
+        seeds = [default.plan, self._obeying.plan]
+        if default.fused or self.share is not None:
+            seeds.append(self.smallest().plan)
+        return PeakPlanner(
+            self.joint, self.costs, self.rules, self.settings, self.scratch, seeds, self.estimate_of, self.share
+        )
 
     def promising(self, count: int, first: Candidate) -> list[Candidate]:
         """At most `count` different plans to compare by the clock: the first, then the fastest by prediction.

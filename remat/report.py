@@ -20,6 +20,7 @@ from remat.joint import JointGraph
 from remat.ops import Kind
 from remat.plans import Candidate, Planner
 from remat.rules import Rules
+from remat.several import Choice, Memory
 
 logger = logging.getLogger("remat")
 
@@ -52,6 +53,10 @@ class PlanSummary:
     `recompute_bound_seconds` what no plan within the budget goes below, `step_seconds` the time of everything once; the
     bounds are 0 under Inductor, whose memory the plain problem does not describe. `exact_peak_bytes` is the peak of the
     code that Inductor generates, where it was asked for (see the setting `exact`); 0 elsewhere.
+
+    Of a step of several graphs (`step_graphs` calls; 0: not known to be one) `step_peak_bytes` is the peak of all of
+    them together, which the budget is for. What they are planned together by: `held_bytes`, outputs and saved values,
+    and that as predicted; `reference`, what the plan takes that fractions are of; `choices`, what other plans would.
     """
 
     graph: str
@@ -70,6 +75,12 @@ class PlanSummary:
     torch_predicted_peak_bytes: int = 0
     peak_at: str = ""
     alive_at_peak: tuple[tuple[str, str, int], ...] = ()
+    held_bytes: int = 0
+    predicted_held_bytes: int = 0
+    step_graphs: int = 0
+    step_peak_bytes: int = 0
+    reference: Memory | None = None
+    choices: tuple[Choice, ...] = ()
     budget_bytes: int = 0
     smallest_peak_bytes: int = 0
     peak_bound_bytes: int = 0
@@ -96,6 +107,8 @@ class PlanSummary:
             return ""
         budget = f"budget {_mib(self.budget_bytes)}" if self.budget_bytes else "budget min"
         exact = f" (exact peak {_mib(self.exact_peak_bytes)})" if self.exact_peak_bytes else ""
+        if self.step_graphs:
+            budget += f" for a step of {self.step_graphs} graphs, whose peak is {_mib(self.step_peak_bytes)}"
         text = f"; {budget}{exact}, smallest peak {_mib(self.smallest_peak_bytes)}"
         if not self.peak_bound_bytes:
             return text
@@ -107,8 +120,18 @@ def _mib(count: int) -> str:
     return f"{count / MIB:.2f} MiB"
 
 
-def summarize(graph: str, candidate: Candidate, reference: Candidate, planner: Planner, seconds: float) -> PlanSummary:
-    """Gather the summary of a chosen plan; `reference` is PyTorch's, `seconds` the time that deciding took."""
+def summarize(
+    graph: str,
+    candidate: Candidate,
+    reference: Candidate,
+    planner: Planner,
+    seconds: float,
+    exact: Memory | None = None,
+) -> PlanSummary:
+    """Gather the summary of a chosen plan.
+
+    reference: PyTorch's. seconds: the time that deciding took. exact: what Inductor's code takes, where that is known.
+    """
     plan, costs, certificate = candidate.plan, planner.costs, candidate.certificate
     again = plan.recomputed
     alive = candidate.timeline.alive_at_peak[:SHOWN_AT_PEAK]
@@ -131,7 +154,21 @@ def summarize(graph: str, candidate: Candidate, reference: Candidate, planner: P
         decision_seconds=seconds,
         saved=tuple(_saved_value(node, costs, planner.rules) for node in plan.saved),
     )
-    return summary if certificate is None else dataclasses.replace(summary, **dataclasses.asdict(certificate))
+    if certificate is None:
+        return summary
+    memory = exact or Memory(candidate.peak_bytes, candidate.timeline.held_bytes)
+    share = planner.share
+    return dataclasses.replace(
+        summary,
+        exact_peak_bytes=exact.peak_bytes if exact else 0,
+        held_bytes=memory.held_bytes,
+        predicted_held_bytes=candidate.timeline.held_bytes,
+        step_graphs=share.graphs if share else 0,
+        step_peak_bytes=planner.peaks.of_step(memory),
+        reference=planner.reference_memory,
+        choices=planner.peaks.choices,
+        **dataclasses.asdict(certificate),
+    )
 
 
 def summarize_halves(
@@ -193,6 +230,8 @@ def from_json(text: str) -> list[PlanSummary]:
     for row in json.loads(text):
         saved = tuple(SavedValue(**value) for value in row.pop("saved"))
         row["alive_at_peak"] = tuple(tuple(value) for value in row["alive_at_peak"])
+        row["reference"] = row["reference"] and Memory(*row["reference"])
+        row["choices"] = tuple(Choice(Memory(*memory), seconds) for memory, seconds in row["choices"])
         summary = PlanSummary(**row, saved=saved)
         found.append(summary if summary.origin == "fallback" else dataclasses.replace(summary, origin="cached"))
     return found

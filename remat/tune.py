@@ -7,7 +7,6 @@ tensors and random state are not touched.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import statistics
@@ -31,6 +30,7 @@ from remat.plans import has_alternatives
 from remat.settings import Settings
 from remat.snapshot import machine_of
 from remat.store import Document, Store, open_store
+from remat.torch_internals_dynamo import copy_dynamo_graph
 
 logger = logging.getLogger("remat")
 
@@ -77,7 +77,7 @@ def choose(
 
     What stops the tuning is one RematWarning, and the place is 0; under strict it is raised.
     """
-    if settings.tune < 2 or not has_alternatives(settings) or not _is_trained(module, example_inputs):
+    if settings.tune < 2 or not has_alternatives(settings) or not is_trained(module, example_inputs):
         return 0
     try:
         tuned = _tuned(module, example_inputs, settings, graph, device, compile_plan)
@@ -96,7 +96,8 @@ def choose(
     return tuned.choice
 
 
-def _is_trained(module: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+def is_trained(module: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a backward may follow."""
     tensors = [*(value for value in example_inputs if isinstance(value, torch.Tensor)), *module.parameters()]
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -142,7 +143,7 @@ def _trials(
     inputs = made_up(example_inputs, device)
     steps: list[Step] = []
     for place in range(count):
-        own = _copied(module)
+        own = copy_dynamo_graph(module)
         try:
             compiled = compile_plan(own, place)
         except NoSuchPlan as error:
@@ -155,19 +156,6 @@ def _trials(
             return []
         steps.append(step)
     return measure(steps, device) if len(steps) > 1 else [1.0] * len(steps)
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy for Inductor to write into, and a step into the buffers that it holds.
-
-    With what Dynamo noted on module and nodes as plain attributes, which a deep copy leaves out: from them torch knows
-    the parameters among the inputs, without which the plans and the code would be others.
-    """
-    own = copy.deepcopy(module)
-    for old, new in ((module, own), *zip(module.graph.nodes, own.graph.nodes, strict=True)):
-        for name in vars(old).keys() - vars(new).keys():
-            setattr(new, name, vars(old)[name])
-    return own
 
 
 @contextmanager
