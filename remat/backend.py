@@ -45,10 +45,10 @@ def remat(
     if is_auto:
         budget = stepwise.auto_budget_bytes() or auto.budget_bytes(device, example_inputs)
         resolved = dataclasses.replace(resolved, budget=budget)
-    call = _Call(tuple(example_inputs), resolved, patches, snapshot.load(device, resolved))
+    prices = snapshot.load(device, resolved)
 
-    def compile_for(own: fx.GraphModule, share: Share | None) -> tuple[Any, PlanSummary | None]:
-        return call.tuned(own, device, share)
+    def compile_for(own: fx.GraphModule, inputs: Sequence[Any], share: Share | None) -> tuple[Any, PlanSummary | None]:
+        return _Call(tuple(inputs), resolved, patches, prices, share=share).tuned(own, device)
 
     return stepwise.compile_part(gm, example_inputs, resolved, is_auto, compile_for)
 
@@ -64,18 +64,17 @@ class _Call:
     is_trial: bool = False
     share: Share | None = None
 
-    def tuned(self, gm: fx.GraphModule, device: torch.device, share: Share | None) -> tuple[Any, PlanSummary | None]:
-        """Compile by the promising plan that is fastest, for a share of a step of several graphs; with its summary."""
+    def tuned(self, gm: fx.GraphModule, device: torch.device) -> tuple[Any, PlanSummary | None]:
+        """Compile by the promising plan that is fastest; with its summary, if one was made."""
         # A trial checks and dumps nothing.
         unwatched = dataclasses.replace(self.settings, check=False, dump=None)
-        trial = dataclasses.replace(self, settings=unwatched, is_trial=True, share=share)
-        call = dataclasses.replace(self, share=share)
+        trial = dataclasses.replace(self, settings=unwatched, is_trial=True)
 
         def compile_plan(own: fx.GraphModule, choice: int) -> Any:
             return trial.compile(own, choice)[0]
 
-        choice = tune.choose(gm, self.example_inputs, self.settings, call.graph_hash(gm), device, compile_plan)
-        compiled, summaries = call.compile(gm, choice)
+        choice = tune.choose(gm, self.example_inputs, self.settings, self.graph_hash(gm), device, compile_plan)
+        compiled, summaries = self.compile(gm, choice)
         return compiled, summaries[0] if len(summaries) == 1 else None
 
     def compile(self, gm: fx.GraphModule, choice: int) -> tuple[Any, list[PlanSummary]]:

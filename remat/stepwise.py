@@ -1,10 +1,10 @@
 """Learning which graphs make a training step, and compiling them again when they have to share its budget.
 
-Dynamo compiles a graph when it is first called, before it knows what follows. So a graph that a break ends is first
-planned to hold little, and one that others run before gets what they leave. Every compiled graph is wrapped to see the
-order of forwards, and where a backward begins, which graphs still hold what they saved. When the next step starts, all
-graphs of the last one are planned together (several.py), and those that get another plan are compiled again, under the
-state that Dynamo compiled them in.
+Dynamo compiles a graph when it is first called, before it knows what follows. So the graphs of code with a break in it
+are first planned to take little, and another that is called after some gets what they leave. Every compiled graph is
+wrapped to see the order of forwards, and where a backward begins, which graphs still hold what they saved. When the
+next step starts, all graphs of the last one are planned together (several.py), and those that get another plan are
+compiled again, under the state that Dynamo compiled them in.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from remat.report import PlanSummary
 from remat.settings import Settings
 from remat.several import Chain, Member, Memory, Share, before_others, budget_bytes, settle, share_of
 from remat.torch_internals_dynamo import (
-    are_static_fakes,
     backward_node,
-    compiling_context,
+    compiling_again,
     copy_dynamo_graph,
     ends_in_graph_break,
+    runs_in_broken_code,
 )
 from remat.tune import is_trained
 
@@ -39,7 +39,7 @@ from remat.tune import is_trained
 MOST_AGAIN: Final = 3
 
 # Compiles a Dynamo graph for a share of a step. None: nothing was planned that a step could be planned by.
-Compile = Callable[[fx.GraphModule, Share | None], tuple[Any, PlanSummary | None]]
+Compile = Callable[[fx.GraphModule, Sequence[Any], Share | None], tuple[Any, PlanSummary | None]]
 
 _NUMBERS = itertools.count()
 _LOCK = threading.RLock()
@@ -131,19 +131,19 @@ def compile_part(
 ) -> Any:
     """Compile a Dynamo graph for its part in a step; the result learns what the others are, and shares the budget."""
     planned = settings.budget is not None and settings.partitioner != "torch" and settings.plan_seed is None
-    kept = are_static_fakes(example_inputs) and not list(module.parameters())
-    if not (planned and kept and is_trained(module, example_inputs)):
-        return compile_for(module, None)[0]
+    again = compiling_again(module)
+    if again is None or not planned or not is_trained(module, example_inputs):
+        return compile_for(module, example_inputs, None)[0]
     group = _group(settings)
     number = next(_NUMBERS)
     copy = copy_dynamo_graph(module, share_tensors=True)
     share = _first_share(module, group, number)
-    compiled, summary = compile_for(module, share)
+    compiled, summary = compile_for(module, example_inputs, share)
     if summary is None or summary.reference is None:
         return compiled
     trainable = [value for value in example_inputs if value.requires_grad and value.is_leaf]
     gradients = sum(value.numel() * value.element_size() for value in trainable)
-    part = Part(group, number, compiled, compile_for, copy, settings.strict, gradients)
+    part = Part(group, number, compiled, compile_for, again, copy, settings.strict, gradients)
     part.auto_bytes = settings.budget if is_auto and isinstance(settings.budget, int) else 0
     part.take(summary)
     group.parts[number] = part
@@ -151,7 +151,7 @@ def compile_part(
 
 
 def _first_share(module: fx.GraphModule, group: _Group, number: int) -> Share | None:
-    if ends_in_graph_break(module):
+    if ends_in_graph_break(module) or runs_in_broken_code():
         return before_others()
     before = _live(group)
     if not before:
@@ -169,14 +169,15 @@ class Part:
         number: int,
         compiled: Any,
         compile_for: Compile,
+        again: Any,
         module: fx.GraphModule,
         strict: bool,
         gradient_bytes: int,
     ) -> None:
         self.group, self.number, self.auto_bytes = group, number, 0
         self._compiled, self._compile_for, self._module = compiled, compile_for, module
-        self._strict, self._gradient_bytes, self._again = strict, gradient_bytes, 0
-        self._compiling = compiling_context()
+        self._compiling_again, self._count = again, 0
+        self._strict, self._gradient_bytes = strict, gradient_bytes
 
     def take(self, summary: PlanSummary) -> None:
         """Note what the plan takes that is compiled now."""
@@ -194,19 +195,19 @@ class Part:
                 self.group.plan()
             if self.number in self.group.due:
                 self.group.due.remove(self.number)
-                self._compile_again()
+                self._compile_again(args)
         results = self._compiled(*args)
         self._watch(results)
         return results
 
-    def _compile_again(self) -> None:
-        self._again += 1
-        if self._again > MOST_AGAIN:
+    def _compile_again(self, args: Sequence[Any]) -> None:
+        self._count += 1
+        if self._count > MOST_AGAIN:
             return
+        module = copy_dynamo_graph(self._module, share_tensors=True)
         try:
-            with self._compiling():
-                module = copy_dynamo_graph(self._module, share_tensors=True)
-                compiled, summary = self._compile_for(module, self.group.share(self.number))
+            with self._compiling_again(args) as inputs:
+                compiled, summary = self._compile_for(module, inputs, self.group.share(self.number))
         except Exception as error:  # the plan of the step before is as right, only larger
             if self._strict:
                 raise
