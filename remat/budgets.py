@@ -142,8 +142,7 @@ class PeakPlanner:
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What could be chosen for this graph, for a step of several: those that are best in some respect."""
-        plans = self._candidates if self._samples else []
-        found = {Choice(self.memory(plan), self._seconds(plan)) for plan in plans}
+        found = {Choice(self.memory(plan), self._seconds(plan)) for plan in self._candidates}
         return tuple(sorted(one for one in found if not any(_is_better(other, one) for other in found)))
 
     # --- taking a point --------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from remat.several import Memory
 from remat.store import Document, open_store
 from remat.torch_internals_lowering import Lowered
 
-# Plans that are lowered for one budget at most.
+# Plans that are lowered for one budget, and if none fits those of TRIES_FOR_MIN.
 MOST_TRIES: Final = 4
 # For "min" so many of the plans of smallest predicted peak are lowered.
 TRIES_FOR_MIN: Final = 3
@@ -104,6 +104,11 @@ def search(planner: PeakPlanner, budget_bytes: int, exact: Callable[[Plan], Memo
             return tried[-1]
         predicted = planner.peak_bytes(plan)
         limit = min(predicted - 1, predicted * budget_bytes // tried[-1].peak_bytes)
+    # What "min" finds is found for a budget of its peak too.
+    for plan in planner.smallest_few(TRIES_FOR_MIN):
+        known = any(plan is earlier.plan for earlier in tried)
+        if not known and attempt(plan, planner.peak_bytes(plan)).peak_bytes <= budget_bytes:
+            break
     return min(tried, key=lambda one: one.peak_bytes)
 
 
@@ -187,10 +192,9 @@ class Exactly:
         if type(limit) is not int or type(peak) is not int or type(held) is not int:
             return None
         peaks, memory = self.planner.peaks, Memory(peak, held)
+        plans = peaks.smallest_few(TRIES_FOR_MIN)
         if self.planner.allowed_bytes:
-            plans = [peaks.find(limit) or peaks.smallest_of_all]
-        else:
-            plans = peaks.smallest_few(TRIES_FOR_MIN)
+            plans = [peaks.find(limit) or peaks.smallest_of_all, *plans]
         tried = (Tried(plan, peaks.of_step(memory), memory, limit) for plan in plans)
         return next((one for one in tried if digest(one.plan) == entry.get("plan")), None)
 

@@ -24,10 +24,12 @@ from remat.exact import Exactly, search
 from remat.passes.apart import keep_matmuls_apart
 from remat.plan import Plan, make_plan
 from remat.settings import Settings
+from remat.several import Memory, before_others
 from tests import checks, graphs
 from tests.test_numerics import SMALL
 
 aten = torch.ops.aten
+ENTRY = {"limit": 1, "peak_bytes": 1, "held_bytes": 1, "plan": ""}  # of no plan
 
 
 # --- the search, by hand -----------------------------------------------------------------------------------------
@@ -57,10 +59,13 @@ class Ladder:
     def peak_bytes(self, plan: Any) -> int:
         return int(plan)
 
+    def of_step(self, memory: Memory) -> int:
+        return memory.peak_bytes
+
     def found(self, budget: int, exact_peak: Callable[[int], int]) -> int:
-        def exactly(plan: Any) -> int:
+        def exactly(plan: Any) -> Memory:
             self.lowered.append(int(plan))
-            return exact_peak(int(plan))
+            return Memory(exact_peak(int(plan)), 0)
 
         return int(cast(Any, search(cast(PeakPlanner, self), budget, exactly).plan))
 
@@ -84,12 +89,19 @@ def test_a_plan_that_is_too_large_tells_how_much_less_to_ask_for() -> None:
 def test_where_nothing_fits_the_smallest_tried_is_taken_and_no_plan_is_lowered_twice() -> None:
     ladder = Ladder()
     assert ladder.found(55, lambda peak: peak + 40) == 50
-    assert ladder.lowered == [50]
+    assert ladder.lowered == [50, 60, 70]
     ladder = Ladder(peaks=tuple(range(100, 200)))
     assert ladder.found(199, lambda peak: 300 - peak) == 199, "the exact peak is what counts"
     ladder = Ladder(peaks=tuple(range(100, 200)))
     ladder.found(199, lambda peak: peak + 1000)
-    assert len(ladder.lowered) == len(set(ladder.lowered)) <= exact.MOST_TRIES
+    assert len(ladder.lowered) == len(set(ladder.lowered)) <= exact.MOST_TRIES + exact.TRIES_FOR_MIN
+
+
+def test_before_a_budget_is_given_up_the_plans_that_min_tries_are_tried() -> None:
+    ladder = Ladder(peaks=tuple(range(100, 200)))
+    exact_peaks = dict.fromkeys(ladder.peaks, 300) | {102: 90}
+    assert ladder.found(0, exact_peaks.__getitem__) == 102
+    assert ladder.found(90, exact_peaks.__getitem__) == 102
 
 
 def test_min_takes_the_least_exact_peak_of_those_of_least_predicted_peak() -> None:
@@ -109,7 +121,7 @@ def test_the_plan_that_is_settled_keeps_the_budget_by_its_dry_run(budget: float 
     settled = exactly_.settle()
     with exact.schedule(exactly_.planner.settings):
         dry = dry_run_partition(settled.partition, exactly_.planner.joint)
-    assert settled.peak_bytes == dry.peak_bytes
+    assert settled.memory == (dry.peak_bytes, dry.saved_bytes)
     if budget != "min":
         assert dry.peak_bytes <= exactly_.planner.allowed_bytes
         assert settled.candidate.certificate is not None
@@ -120,7 +132,7 @@ def test_a_budget_below_every_plan_is_an_error_under_strict_and_a_warning_else()
     with pytest.raises(remat.BudgetUnreachable, match=r"budget=100 allows a peak of 100 bytes.*under Inductor"):
         exactly("residual", budget=100, strict=True).settle()
     with pytest.warns(remat.RematWarning, match="taking the smallest"):
-        assert exactly("residual", budget=100).settle().peak_bytes
+        assert exactly("residual", budget=100).settle().memory
 
 
 def test_what_was_found_is_remembered_and_a_broken_document_is_as_good_as_none(
@@ -128,38 +140,38 @@ def test_what_was_found_is_remembered_and_a_broken_document_is_as_good_as_none(
 ) -> None:
     lowered = []
 
-    def counted(self: Exactly, plan: Plan) -> int:
+    def counted(self: Exactly, plan: Plan) -> Memory:
         lowered.append(plan)
         return original(self, plan)
 
-    original = Exactly.peak_bytes
-    monkeypatch.setattr(Exactly, "peak_bytes", counted)
+    original = Exactly.memory
+    monkeypatch.setattr(Exactly, "memory", counted)
     first = exactly("residual", "key", budget=0.8, cache_dir=str(tmp_path)).settle()
     count = len(lowered)
     assert count
     again = exactly("residual", "key", budget=0.8, cache_dir=str(tmp_path)).settle()
     assert len(lowered) == count, "nothing is lowered again"
     assert exact.digest(again.candidate.plan) == exact.digest(first.candidate.plan)
-    assert again.peak_bytes == first.peak_bytes
+    assert again.memory == first.memory
     path = tmp_path / exact.DOCUMENT
-    for graphs_ in ({"key": 3}, {"key": {"limit": "x", "peak": 1}}, {"key": {"limit": 1, "peak": 1, "plan": ""}}, 7):
+    for graphs_ in ({"key": 3}, {"key": {"limit": "x"}}, {"key": ENTRY}, 7):
         path.write_text(json.dumps({"format": 1, "graphs": graphs_}))
         found = exactly("residual", "key", budget=0.8, cache_dir=str(tmp_path)).settle()
-        assert found.peak_bytes == first.peak_bytes
+        assert found.memory == first.memory
         assert len(lowered) > count
         count = len(lowered)
 
 
 def test_what_no_dry_run_can_follow_is_planned_by_prediction_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch._inductor.config.patch(cpp_wrapper=True), pytest.warns(remat.RematWarning, match="cpp_wrapper"):
-        assert exactly("residual", budget=0.8).settle().peak_bytes is None
+        assert exactly("residual", budget=0.8).settle().memory is None
 
     def broken(*_: Any) -> int:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(Exactly, "peak_bytes", broken)
+    monkeypatch.setattr(Exactly, "memory", broken)
     with pytest.warns(remat.RematWarning, match="by prediction only: RuntimeError: no such kernel"):
-        assert exactly("residual", budget=0.8).settle().peak_bytes is None
+        assert exactly("residual", budget=0.8).settle().memory is None
     with pytest.raises(RuntimeError, match="no such kernel"):
         exactly("residual", budget=0.8, strict=True).settle()
 
@@ -170,8 +182,10 @@ def test_what_no_dry_run_can_follow_is_planned_by_prediction_with_a_warning(monk
      {"budget": 0.5, "plan_seed": 1}],
 )  # fmt: skip
 def test_nothing_is_lowered_where_no_budget_has_to_be_held(values: dict[str, Any]) -> None:
-    assert not exact.is_wanted(Settings(**values), graphs.joint("mlp"))
-    assert exact.is_wanted(Settings(budget=0.5), graphs.joint("mlp"))
+    assert not exact.is_wanted(graphs.planner("mlp", Settings(**values)))
+    planner = graphs.planner("mlp", Settings(budget=0.5))
+    assert exact.is_wanted(planner)
+    assert not exact.is_wanted(replace(planner, share=before_others())), "others follow of which nothing is known"
 
 
 def test_a_fraction_at_symbolic_sizes_is_held_by_prediction() -> None:
@@ -187,8 +201,8 @@ def test_a_fraction_at_symbolic_sizes_is_held_by_prediction() -> None:
         torch.compile(lambda a: (a @ w).tanh().sum(), backend="remat", dynamic=True, options={"inner": "eager"})(x)
     (joint,) = joints
     assert joint.has_symbolic_sizes
-    assert not exact.is_wanted(Settings(budget=0.5), joint)
-    assert exact.is_wanted(Settings(budget=10**6), joint)
+    assert not exact.is_wanted(graphs.planner_of(joint, Settings(budget=0.5)))
+    assert exact.is_wanted(graphs.planner_of(joint, Settings(budget=10**6)))
 
 
 # --- the schedule ------------------------------------------------------------------------------------------------
