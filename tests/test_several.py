@@ -217,8 +217,9 @@ def test_blocks_compiled_one_by_one_share_a_budget() -> None:
     (free,) = set(peaks(model, model, x, 2))
     count = len(remat.summaries())
     for block in model.blocks:
-        block.compile(backend="remat", options=options(1_000_000))
-    measured = peaks(model, model, x)
+        block.compile(backend="remat", options=options(1_000_000, strict=False))
+    with pytest.warns(RematWarning, match="of a step of 3"):  # the first two left too little to the third
+        measured = peaks(model, model, x)
     planned = [summary for summary in planned_since(count) if summary.step_graphs == 3]
     assert planned
     assert set(measured[2:]) == {measured[2]}
@@ -230,11 +231,11 @@ def test_two_forwards_before_a_backward_share_a_budget() -> None:
     call = torch.compile(model, backend="remat", options=options(700_000))
 
     def twice(x: Tensor) -> Tensor:
-        return call(x) + call(x + 1)  # type: ignore[no-any-return]
+        return call(x) + call(x)  # type: ignore[no-any-return]
 
     measured = peaks(model, twice, x)
     assert measured[0] > 700_000 >= measured[2] == measured[3]
-    check_gradients(model, lambda x: call(x) + call(x + 1), x)
+    check_gradients(model, lambda x: (call(x) + call(x)) / 2, x)
 
 
 def test_one_graph_is_never_compiled_again() -> None:
