@@ -132,7 +132,7 @@ class PeakPlanner:
                 found = fused_memory.timeline(plan, self.estimate(plan).lowering, self.scratch)
             else:
                 found = simulate(plan, lambda n: self.scratch.get(n, 0))
-            self._memories[plan] = Memory(found.peak_bytes, found.held_bytes)
+            self._memories[plan] = found.memory
         return self._memories[plan]
 
     @cached_property

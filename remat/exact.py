@@ -70,9 +70,7 @@ def is_wanted(planner: Planner) -> bool:
     hand. Nor where others follow of which nothing is known yet.
     """
     settings, share = planner.settings, planner.share
-    if not settings.exact or settings.inner != "inductor" or settings.partitioner == "torch":
-        return False
-    if settings.budget is None or settings.plan_seed is not None:
+    if not settings.exact or settings.inner != "inductor" or not settings.wants_peak():
         return False
     if share is not None and not share.graphs:
         return False
@@ -91,14 +89,13 @@ def search(planner: PeakPlanner, budget_bytes: int, exact: Callable[[Plan], Memo
         tried.append(Tried(plan, planner.of_step(memory), memory, limit))
         return tried[-1]
 
-    if not budget_bytes:
-        for plan in planner.smallest_few(TRIES_FOR_MIN):
-            attempt(plan, planner.peak_bytes(plan))
-        return min(tried, key=lambda one: one.peak_bytes)
+    def is_known(plan: Plan) -> bool:
+        return any(plan is earlier.plan for earlier in tried)
+
     limit = budget_bytes
-    while len(tried) < MOST_TRIES:
+    while budget_bytes and len(tried) < MOST_TRIES:
         plan = planner.find(limit) or planner.smallest_of_all
-        if any(plan is earlier.plan for earlier in tried):
+        if is_known(plan):
             break
         if attempt(plan, limit).peak_bytes <= budget_bytes:
             return tried[-1]
@@ -106,8 +103,7 @@ def search(planner: PeakPlanner, budget_bytes: int, exact: Callable[[Plan], Memo
         limit = min(predicted - 1, predicted * budget_bytes // tried[-1].peak_bytes)
     # What "min" finds is found for a budget of its peak too.
     for plan in planner.smallest_few(TRIES_FOR_MIN):
-        known = any(plan is earlier.plan for earlier in tried)
-        if not known and attempt(plan, planner.peak_bytes(plan)).peak_bytes <= budget_bytes:
+        if not is_known(plan) and attempt(plan, planner.peak_bytes(plan)).peak_bytes <= budget_bytes:
             break
     return min(tried, key=lambda one: one.peak_bytes)
 

@@ -27,6 +27,7 @@ from remat.costs import owned_bytes, tensor_bytes
 from remat.joint import JointGraph
 from remat.ops import Kind
 from remat.plan import Plan
+from remat.several import Memory
 
 Scratch = Callable[[fx.Node], int]
 
@@ -74,6 +75,11 @@ class Timeline:
     def peak_bytes(self) -> int:
         """The most bytes alive at any moment."""
         return max((self.boundary_bytes, *self.alive_bytes))
+
+    @property
+    def memory(self) -> Memory:
+        """What a step of several graphs needs to know."""
+        return Memory(self.peak_bytes, self.held_bytes)
 
     @property
     def peak_at(self) -> str:

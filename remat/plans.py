@@ -182,10 +182,8 @@ class Planner:
         """What the plan takes that fractions are of; as PyTorch would run it, which holds Inductor to no schedule."""
         plan = self.reference.plan
         if self.settings.inner == "inductor":
-            found = fused_memory.timeline(plan, fusion.predict(plan), self.scratch)
-        else:
-            found = simulate(plan, lambda node: self.scratch.get(node, 0))
-        return Memory(found.peak_bytes, found.held_bytes)
+            return fused_memory.timeline(plan, fusion.predict(plan), self.scratch).memory
+        return self.reference.timeline.memory
 
     def certified(self, plan: Plan) -> Candidate:
         """A plan for the budget of the settings, with what is known of how good it is."""

@@ -156,7 +156,7 @@ def summarize(
     )
     if certificate is None:
         return summary
-    memory = exact or Memory(candidate.peak_bytes, candidate.timeline.held_bytes)
+    memory = exact or candidate.timeline.memory
     share = planner.share
     return dataclasses.replace(
         summary,

@@ -58,6 +58,10 @@ class Settings:
         """Whether Inductor is held to the plan's schedule: under a budget, which its own would break."""
         return self.budget is not None and self.inner == "inductor" and self.partitioner == "remat"
 
+    def wants_peak(self) -> bool:
+        """Whether a plan of ours for a peak is asked for: not PyTorch's, nor a random one."""
+        return self.budget is not None and self.partitioner != "torch" and self.plan_seed is None
+
     def for_compiled_code(self) -> Settings:
         """These settings with what changes no compiled code at its default: the compile cache pickles them whole."""
         free = {row.name: row.default for row in TABLE if not row.in_cache_key}

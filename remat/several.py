@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-# Combinations of plans that `settle` looks at before it takes the best one so far. Three graphs of 20 plans each take
-# 40 to 400; a call of 20,000 takes a second.
+# Choices that `settle` tries before it takes the best combination so far. Of random graphs with up to 20 plans each, 3
+# took at most 250 evaluations and 6 took 1,200; some of 12, and all of 40, reached this limit, in 0.4 s at most.
 MOST_TRIED: Final = 20_000
 
 

@@ -108,10 +108,14 @@ def _connected(chains: Sequence[Chain]) -> list[list[Chain]]:
     return found
 
 
+def _calls(thread: int) -> list[_Call]:
+    """The forwards of a thread that hold what they saved, in order."""
+    return [call for reference in _LIVE.get(thread, ()) if (call := reference()) is not None]
+
+
 def _live(group: _Group) -> list[_Call]:
-    """The forwards of this thread that hold what they saved."""
-    calls = [call for reference in _LIVE.get(threading.get_ident(), ()) if (call := reference()) is not None]
-    return [call for call in calls if call.part.group is group]
+    """Those of this thread and of one budget."""
+    return [call for call in _calls(threading.get_ident()) if call.part.group is group]
 
 
 def _group(settings: Settings) -> _Group:
@@ -122,17 +126,17 @@ def _group(settings: Settings) -> _Group:
 
 def auto_budget_bytes() -> int | None:
     """What `budget="auto"` stands for in the step under way, of which earlier graphs hold memory already."""
-    calls = [reference() for reference in _LIVE.get(threading.get_ident(), ())]
-    return next((call.part.auto_bytes for call in calls if call is not None and call.part.auto_bytes), None)
+    found = (call.part.auto_bytes for call in _calls(threading.get_ident()))
+    return next((count for count in found if count), None)
 
 
 def compile_part(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, is_auto: bool, compile_for: Compile
 ) -> Any:
     """Compile a Dynamo graph for its part in a step; the result learns what the others are, and shares the budget."""
-    planned = settings.budget is not None and settings.partitioner != "torch" and settings.plan_seed is None
-    again = compiling_again(module)
-    if again is None or not planned or not is_trained(module, example_inputs):
+    shares = settings.wants_peak() and is_trained(module, example_inputs)
+    again = compiling_again(module) if shares else None
+    if again is None:
         return compile_for(module, example_inputs, None)[0]
     group = _group(settings)
     number = next(_NUMBERS)
@@ -225,15 +229,14 @@ class Part:
             return
         call = _Call(self, threading.get_ident())
         with _LOCK:
-            live = [reference for reference in _LIVE.get(call.thread, ()) if reference() is not None]
-            _LIVE[call.thread] = [*live, weakref.ref(call)]
+            _LIVE[call.thread] = [weakref.ref(one) for one in (*_calls(call.thread), call)]
         node.register_prehook(functools.partial(_begin_backward, call))
 
 
 def _begin_backward(call: _Call, gradients: Any) -> None:
     """Note the step: the forwards whose backward has not begun. Those called after this one will have none."""
     with _LOCK:
-        calls = [known for reference in _LIVE.get(call.thread, ()) if (known := reference()) is not None]
+        calls = _calls(call.thread)
         if call not in calls:
             return
         place = calls.index(call)

@@ -72,7 +72,8 @@ def compiling_again(
 
     @contextlib.contextmanager
     def again(inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        with torch.random.fork_rng(enabled=True), tracing(traced), compile_context(compiled):
+        used = {value.device.index or 0 for value in inputs if value.device.type == "cuda"}
+        with torch.random.fork_rng(devices=used), tracing(traced), compile_context(compiled):
             yield [mode.from_tensor(value, static_shapes=True) for value in inputs]
 
     return again
